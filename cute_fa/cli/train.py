@@ -1,0 +1,164 @@
+"""`cute-fa train`: the options and the display of `cute_fa.examples.train_gpt`, which does the work.
+
+Torch and the example are imported inside functions, so that help is fast.
+"""
+
+import math
+import shlex
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SAMPLE_BYTES = 240
+NUM_LINES = 10  # of progress, where the output is not a terminal
+
+
+def train(
+    steps: Annotated[int | None, typer.Option(help="Total number of steps: 400 on a CPU, 1000 on a GPU.")] = None,
+    text: Annotated[Path | None, typer.Option(help="File to train on, else Python's standard library.")] = None,
+    attention: Annotated[str | None, typer.Option(help="cute_fa, or torch's sdpa to compare.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run, else runs/<date and time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with; --steps may extend it.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step: 16 on a CPU, 32 on a GPU.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Bytes a sequence: 128 on a CPU, 1024 on a GPU.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the weights and the batches: 0.")] = None,
+) -> None:
+    """Train a small GPT on real text. Ctrl-C saves and stops; --resume goes on as if nothing had happened."""
+    import torch
+
+    from cute_fa.core.errors import expected
+    from cute_fa.examples.train_gpt.interrupt import on_interrupt
+    from cute_fa.examples.train_gpt.run_folder import RunFolder
+    from cute_fa.examples.train_gpt.train_config import preset
+    from cute_fa.examples.train_gpt.trainer import Trainer
+
+    text = text and str(text.resolve())  # a resumed run finds it from any folder
+    fixed = given(text=text, attention=attention, batch=batch, seqlen=seqlen, seed=seed)
+    if resume:
+        unwanted = fixed | given(out=out)
+        if unwanted:
+            name, value = unwanted.popitem()
+            raise ValueError(expected(name, "no value beside resume", value, "Leave it out: the run keeps its own"))
+        folder = RunFolder(resume)
+        trainer = Trainer.from_state(folder.load(), **given(steps=steps, device=device))
+    else:
+        folder = RunFolder(out or Path("runs", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
+        folder.check_new()
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        trainer = Trainer(preset(device, **given(steps=steps), **fixed))
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    report = Report(console, trainer, folder)
+    report.open()
+    progress = report.bar if console.is_terminal else report.lines
+    with on_interrupt(trainer.stop), progress() as show:
+        for result in folder.record(trainer):
+            show(result)
+    if trainer.step < trainer.config.steps:
+        report.draw()
+        command = f"cute-fa train --resume {shlex.quote(str(folder.path))}"
+        console.print(f"\nStopped after {trainer.step} of {trainer.config.steps} steps. Go on with: {command}")
+        raise typer.Exit(130)
+    report.close()
+
+
+def given(**options) -> dict:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class Report:
+    """What the terminal shows of one run, before, during and after."""
+
+    def __init__(self, console: Console, trainer, folder):
+        import torch
+
+        from cute_fa.core.hardware import gpu_by_device_name
+
+        self.console, self.trainer, self.folder, self.config = console, trainer, folder, trainer.config
+        self.begin = time.perf_counter()
+        is_gpu = self.config.device == "cuda"
+        device_name = torch.cuda.get_device_name() if is_gpu else "CPU"
+        self.gpu = gpu_by_device_name(device_name) if is_gpu else None
+        millions = trainer.model.num_parameters / 1e6
+        self.title = f"{self.config.attention} attention, {millions:.2f} M parameters, {device_name}"
+
+    def open(self):
+        config, corpus = self.config, self.trainer.corpus
+        shape = f"{config.layers} layers, width {config.width}, {config.heads} heads"
+        self.say(f"{self.title}: {shape}, {config.batch} sequences of {config.seqlen} bytes a step")
+        train, held_out = len(corpus.train) / 1e6, len(corpus.held_out) / 1e6
+        self.say(f"text: {corpus.name}, {train:.2f} MB to train on and {held_out:.2f} MB held out")
+        self.say(f"run folder: {self.folder.path}\n")
+
+    def say(self, line: str):
+        self.console.print(line)
+
+    def speed(self, tokens_per_s: float) -> str:
+        words = f"{tokens_per_s:,.0f} tokens/s"
+        if self.gpu is None:
+            return words
+        share = tokens_per_s * self.trainer.model.flops_per_token / (self.gpu.peak_bf16_tflops * 1e12)
+        return f"{words}, {share:.0%} of peak"
+
+    @contextmanager
+    def bar(self) -> Iterator[Callable]:
+        """Yields a function that shows a step's result as a progress bar."""
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task("", total=self.config.steps, completed=self.trainer.step)
+
+            def show(result):
+                description = f"loss {result.loss:.3f}  {self.speed(result.tokens_per_s)}"
+                progress.update(task, completed=result.step + 1, description=description)
+
+            yield show
+
+    @contextmanager
+    def lines(self) -> Iterator[Callable]:
+        """Yields a function that shows about every tenth of the run as a plain line."""
+        every = max(1, self.config.steps // NUM_LINES)
+
+        def show(result):
+            if result.step % every == 0 or result.step == self.config.steps - 1:
+                self.say(f"step {result.step:>6}  loss {result.loss:.3f}  {self.speed(result.tokens_per_s)}")
+
+        yield show
+
+    def draw(self, validation: float | None = None) -> list[str]:
+        """Draws the picture where matplotlib is installed; returns the names of the files in the folder."""
+        from cute_fa.examples.train_gpt.loss_plot import draw_loss
+
+        files = [self.folder.log.name, self.folder.checkpoint.name]
+        try:
+            draw_loss(self.folder.picture, self.folder.results(), self.title, validation)
+        except ModuleNotFoundError:
+            self.say("No loss.png without matplotlib. Run: pip install 'cute-fa[bench]'")
+            return files
+        return [*files, self.folder.picture.name]
+
+    def close(self):
+        """The summary; validation and sample are computed here."""
+        seconds = time.perf_counter() - self.begin
+        results, validation = self.folder.results(), self.trainer.validation_loss()
+        files = ", ".join(self.draw(validation))
+        # The median leaves out the first step, which also warms up or compiles.
+        speed = self.speed(statistics.median(result.tokens_per_s for result in results))
+        self.say("")
+        self.say(f"loss      {results[0].loss:.3f} at step 0, {results[-1].loss:.3f} at step {results[-1].step}")
+        self.say(f"held out  {validation:.3f} nats or {validation / math.log(2):.3f} bits per byte")
+        self.say(f"speed     {speed}, {seconds:.0f} s for training")
+        self.say(f"files     {self.folder.path}: {files}")
+        sample = self.trainer.sample(SAMPLE_BYTES).decode(errors="replace")
+        visible = "".join(letter if letter.isprintable() or letter == "\n" else "." for letter in sample)
+        self.say(f"sample\n{textwrap.indent(visible, '          ')}")

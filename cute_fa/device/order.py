@@ -1,0 +1,65 @@
+"""Order: in which sequence a grid works through its tiles, as a map from a tile's number to (block, head, batch).
+
+Schedulers and producer warps call `locate`, with Int32, once per tile; tests with ints. A "block" is an m-block in
+forward and an n-block in backward. Divisions by numbers that are known only at run time are slow, so one warp locates a
+tile and hands the coordinates on.
+
+Tiles that run at the same time should share operands in L2, and no long tile should start late.
+- Full mask: all tiles of a head are equally long. HeadAfterHead: neighbours in time are blocks of one head and read the
+  same K and V.
+- Causal: the length of a tile grows with its block, so one head after another would put long tiles at the end of every
+  head and of the grid. LongestFirst takes a section of neighbouring heads, narrow enough for their operands to stay in
+  L2, and in it all heads' longest blocks before all heads' second longest, and so on. CTAs that run together then have
+  nearly equal lengths, and the last tiles of the section are its shortest. Neighbouring query heads also share a K/V
+  head.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32
+
+Index = int | Int32
+
+
+@dataclass(frozen=True)
+class HeadAfterHead:
+    """Blocks in rising order, then heads, then batches. Tiles are numbered 0 to num_blocks * num_heads * batch - 1."""
+
+    num_blocks: Index
+    num_heads: Index
+
+    def locate(self, tile: Index) -> tuple[Index, Index, Index]:
+        """(block, head, batch) of tile number `tile`."""
+        pair = tile // self.num_blocks
+        batch_idx = pair // self.num_heads
+        return tile - pair * self.num_blocks, pair - batch_idx * self.num_heads, batch_idx
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """Sections of heads_per_section neighbouring (head, batch) pairs; in a section, longest blocks of all pairs first.
+
+    The last section may be narrower. heads_per_section is at least 1 and may exceed the number of pairs.
+    is_last_longest: known when the kernel is traced; True walks blocks downwards (forward: the last m-block sees the
+        most keys), False upwards (backward: the first n-block is seen by the most queries).
+    """
+
+    num_blocks: Index
+    num_heads: Index
+    batch: Index
+    heads_per_section: Index
+    is_last_longest: bool
+
+    def locate(self, tile: Index) -> tuple[Index, Index, Index]:
+        """(block, head, batch) of tile number `tile`, from 0 to num_blocks * num_heads * batch - 1."""
+        tiles_per_section = self.heads_per_section * self.num_blocks
+        section = tile // tiles_per_section
+        first_pair = section * self.heads_per_section
+        width = cutlass.min(self.heads_per_section, self.num_heads * self.batch - first_pair)
+        tile_in_section = tile - section * tiles_per_section
+        rank = tile_in_section // width
+        pair = first_pair + tile_in_section - rank * width
+        batch_idx = pair // self.num_heads
+        block = self.num_blocks - 1 - rank if self.is_last_longest else rank
+        return block, pair - batch_idx * self.num_heads, batch_idx

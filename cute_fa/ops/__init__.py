@@ -1,0 +1,1 @@
+"""Attention as torch operators, with fake implementations and autograd: what the public functions call."""

@@ -1,0 +1,200 @@
+"""The operators `cute_fa::attention_forward` and `cute_fa::attention_backward`: dense and packed calls, with autograd.
+
+`dense` and `varlen` are what `api` calls: cast under autocast, validate, check support, draw the dropout state, run the
+operator. The operators take one flat list of arguments, `Call`, because a torch schema knows no groups.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from cute_fa.core.call import AttentionOptions, PackedSequences
+from cute_fa.core.errors import NotSupportedError, expected
+from cute_fa.core.mask_spec import MaskSpec
+from cute_fa.core.problem import AttentionProblem, ScoreSpec
+from cute_fa.host import support, validate
+from cute_fa.ops.library import autocast, define
+from cute_fa.reference import dense as reference_dense
+from cute_fa.reference import varlen as reference_varlen
+from cute_fa.reference.dense import ScoreTensors
+
+Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """Everything beside q, k and v, in the order of the operators' schemas. max_seqlens are 0 in a dense call."""
+
+    alibi_slopes: Optional[Tensor]
+    learnable_sink: Optional[Tensor]
+    rng_state: Optional[Tensor]
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    seqused_q: Optional[Tensor]
+    seqused_k: Optional[Tensor]
+    block_table: Optional[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: Optional[int]
+    window_right: Optional[int]
+    attention_chunk: int
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    return_probs: bool
+
+    @property
+    def sequences(self) -> Optional[PackedSequences]:
+        """None in a dense call."""
+        if self.cu_seqlens_q is None:
+            return None
+        return PackedSequences(**{name: getattr(self, name) for name in PackedSequences.__dataclass_fields__})
+
+    @property
+    def scores(self) -> ScoreSpec:
+        mask = MaskSpec(self.window_left, self.window_right, self.attention_chunk)
+        return ScoreSpec(self.softmax_scale, mask, self.softcap, self.dropout_p)
+
+    @property
+    def score_tensors(self) -> ScoreTensors:
+        return ScoreTensors(self.alibi_slopes, self.learnable_sink, self.rng_state)
+
+
+_NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
+
+
+def dense(q, k, v, options: AttentionOptions):
+    """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options` asks for (see `api`)."""
+    q, k, v = autocast(q, k, v)
+    return _attend(q, k, v, validate.dense(q, k, v, options), options, None)
+
+
+def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
+    """Attention on packed sequences; returns what `options` asks for (see `api`)."""
+    q, k, v = autocast(q, k, v)
+    return _attend(q, k, v, validate.varlen(q, k, v, sequences, options), options, sequences)
+
+
+def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: Optional[PackedSequences]):
+    support.require(problem, q.device)
+    scores = problem.scores
+    rng_state = None
+    if scores.dropout_p:
+        # Seed and offset come from torch's generator of the device, so manual_seed, fork_rng, checkpointing and graphs work.
+        rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    packed = sequences is not None
+    call = Call(
+        alibi_slopes=options.alibi_slopes,
+        learnable_sink=options.learnable_sink,
+        rng_state=rng_state,
+        cu_seqlens_q=sequences.cu_seqlens_q if packed else None,
+        cu_seqlens_k=sequences.cu_seqlens_k if packed else None,
+        seqused_q=sequences.seqused_q if packed else None,
+        seqused_k=sequences.seqused_k if packed else None,
+        block_table=sequences.block_table if packed else None,
+        max_seqlen_q=problem.seqlen_q if packed else 0,
+        max_seqlen_k=problem.seqlen_k if packed else 0,
+        softmax_scale=scores.scale,
+        window_left=scores.mask.left,
+        window_right=scores.mask.right,
+        attention_chunk=scores.mask.chunk,
+        softcap=scores.softcap,
+        dropout_p=scores.dropout_p,
+        deterministic="deterministic" in problem.features,
+        return_probs=options.return_attn_probs and scores.dropout_p > 0,
+    )
+    out, lse, probs = torch.ops.cute_fa.attention_forward(q, k, v, *call)
+    if options.return_attn_probs:
+        return out, lse, probs
+    return (out, lse) if options.return_lse else out
+
+
+def _probs_shape(q, k, call: Call):
+    """The shape of the returned probabilities; (0,) where they are not asked for."""
+    if not call.return_probs:
+        return (0,)
+    if call.cu_seqlens_q is None:
+        return (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return (call.cu_seqlens_q.shape[0] - 1, q.shape[1], call.max_seqlen_q, call.max_seqlen_k)
+
+
+def _forward_fake(q, k, v, *flat):
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(lse_shape, dtype=reference_dense.compute_dtype(q.dtype))
+    return out, lse, q.new_empty(_probs_shape(q, k, Call(*flat)))
+
+
+def _forward_cpu(q, k, v, *flat):
+    call = Call(*flat)
+    if call.sequences is None:
+        out, lse, probs = reference_dense.forward(q, k, v, call.scores, call.score_tensors)
+    else:
+        validate.varlen_values(q, k, call.sequences)
+        shape = _probs_shape(q, k, call) if call.return_probs else None
+        out, lse, probs = reference_varlen.forward(q, k, v, call.sequences, call.scores, call.score_tensors, shape)
+    return out.contiguous(), lse, probs if call.return_probs else q.new_empty(0)
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, *flat):
+    sink = Call(*flat).learnable_sink
+    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), _empty_like_sink(q, sink))
+
+
+def _backward_cpu(dout, dlse, q, k, v, out, lse, *flat):
+    call = Call(*flat)
+    if call.sequences is None:
+        grads = reference_dense.backward(dout, dlse, q, k, v, call.scores, call.score_tensors)
+    else:
+        grads = reference_varlen.backward(dout, dlse, q, k, v, call.sequences, call.scores, call.score_tensors)
+    *dqkv, dsink = grads
+    return (*(grad.contiguous() for grad in dqkv), _empty_like_sink(q, None) if dsink is None else dsink)
+
+
+def _empty_like_sink(q, sink):
+    return q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, *flat = inputs
+    out, lse, probs = output
+    ctx.mark_non_differentiable(probs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *flat[:_NUM_CALL_TENSORS])
+    ctx.scalars = flat[_NUM_CALL_TENSORS:]
+
+
+def _autograd_backward(ctx, dout, dlse, _dprobs):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsink = torch.ops.cute_fa.attention_backward(dout, dlse, q, k, v, out, lse, *tensors, *ctx.scalars)
+    grads = Call(*(None,) * len(Call._fields))._replace(learnable_sink=dsink if ctx.needs_input_grad[4] else None)
+    return dq, dk, dv, *grads
+
+
+def _refuse_double_backward(ctx, *_grads):
+    advice = "Differentiate plain torch attention twice instead, such as scaled_dot_product_attention with its math backend"
+    raise NotSupportedError(expected("create_graph", "a first derivative", "the derivative of a gradient", advice))
+
+
+define(
+    "attention_forward",
+    ("q", "k", "v"),
+    Call,
+    returns=3,
+    cpu=_forward_cpu,
+    fake=_forward_fake,
+    backward=_autograd_backward,
+    setup_context=_setup_context,
+)
+define(
+    "attention_backward",
+    ("dout", "dlse?", "q", "k", "v", "out", "lse"),
+    Call,
+    returns=4,
+    cpu=_backward_cpu,
+    fake=_backward_fake,
+    backward=_refuse_double_backward,
+    setup_context=lambda ctx, inputs, output: None,
+)

@@ -1,0 +1,45 @@
+"""How an operator of this package is defined: schema from a NamedTuple, CPU and fake implementations, autograd."""
+
+from typing import Optional, get_type_hints
+
+import torch
+
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    Optional[torch.Tensor]: "Tensor?",
+    int: "SymInt",
+    Optional[int]: "SymInt?",
+    float: "float",
+    bool: "bool",
+}
+
+
+def schema_of(tensors, arguments: type, returns: int) -> str:
+    """The schema of an operator that takes `tensors` (names; "x?" is optional, "x!" is written to), then the fields of the
+    NamedTuple class `arguments`, and returns that many tensors."""
+    parts = []
+    for index, name in enumerate(tensors):
+        kind = "Tensor?" if name.endswith("?") else f"Tensor({chr(97 + index)}!)" if name.endswith("!") else "Tensor"
+        parts.append(f"{kind} {name.rstrip('?!')}")
+    hints = get_type_hints(arguments)
+    parts += [f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in arguments._fields]
+    return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
+
+
+def define(name, tensors, arguments, returns, cpu, fake, backward=None, setup_context=None) -> None:
+    """Registers `cute_fa::name`: schema, implementation on CPU tensors, fake, and autograd where `backward` is given."""
+    qualified = f"cute_fa::{name}"
+    torch.library.define(qualified, schema_of(tensors, arguments, returns))
+    torch.library.impl(qualified, "cpu", cpu)
+    torch.library.register_fake(qualified, fake)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+
+
+def autocast(*tensors):
+    """The tensors as torch.autocast wants them: fp32 is cast where autocast is on for their device, all else stays."""
+    device_type = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)

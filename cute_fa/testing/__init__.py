@@ -1,0 +1,1 @@
+"""What tests, benchmarks and `cute-fa gradcheck` share: inputs, an independent oracle, the accuracy rule. Never used by a call."""

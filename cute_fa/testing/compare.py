@@ -1,0 +1,50 @@
+"""The accuracy rule: how far a result may be from the oracle, given what plain torch does at the same dtype."""
+
+from dataclasses import dataclass
+
+import torch
+
+MULTIPLE = 2.0
+MULTIPLE_WITH_SOFTCAP = 3.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest absolute errors of one tensor: ours, plain torch's at the same dtype, and the bound on ours."""
+
+    error: float
+    torch_error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    @property
+    def share(self) -> float:
+        """error / bound: 1 is the limit; infinite where the bound is 0 and the error is not, or the error is NaN."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.bound if self.bound and self.error == self.error else float("inf")
+
+
+def compare(got, plain, oracle, softcap: bool = False) -> Comparison:
+    """Compares `got` with the float64 `oracle`; `plain` is plain torch's result at got's dtype.
+
+    The bound is 2x (3x with a softcap) plain's error plus half a unit of rounding of the largest value, which is what
+    a correctly rounded result may be off. Infinities must agree in place and sign; a NaN is an infinite error.
+    """
+    error = _max_error(got, oracle)
+    torch_error = _max_error(plain, oracle)
+    multiple = MULTIPLE_WITH_SOFTCAP if softcap else MULTIPLE
+    finite = oracle[torch.isfinite(oracle)]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    return Comparison(error, torch_error, multiple * torch_error + torch.finfo(got.dtype).eps / 2 * largest)
+
+
+def _max_error(got, oracle) -> float:
+    if got.numel() == 0:
+        return 0.0
+    difference = (got.double() - oracle.double()).abs()
+    difference = difference.masked_fill(torch.isinf(oracle) & (got.double() == oracle.double()), 0)
+    return difference.nan_to_num(nan=torch.inf).max().item()

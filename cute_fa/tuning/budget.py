@@ -1,0 +1,156 @@
+"""Budget: shared memory and registers of a forward or backward tile, and how a CTA splits its registers.
+
+Plans ask it before anything compiles. It counts what is certain from the sizes alone; whether ptxas finds a schedule
+without spills is decided by compiling, and each kernel's tests do.
+
+A CTA is one producer warpgroup (TMA) and two or three consumer warpgroups (MMA, softmax). Operands are 16 bits wide,
+accumulators fp32.
+"""
+
+from dataclasses import dataclass
+
+from cute_fa.core.hardware import MAX_SMEM_BYTES_PER_BLOCK, REGISTERS_PER_SM, WARPGROUP_THREADS
+
+OPERAND_BYTES = 2
+FP32_BYTES = 4
+MBARRIER_BYTES = 8
+
+# The 128-byte swizzle of TMA and wgmma repeats every 1024 bytes of address, so each buffer of tiles starts there.
+SMEM_ALIGNMENT = 1024
+
+# What a consumer thread holds beside matrices: addresses, row statistics, ring indices, loop counters. Tiles that leave
+# 32 registers for it compile without spills (ptxas 13.4); tiles that leave 20 spill.
+OTHER_REGISTERS = 32
+
+
+@dataclass(frozen=True)
+class RegisterSplit:
+    """Registers per thread: at launch, and after setmaxnreg of the producer and of the consumer warpgroups."""
+
+    num_consumer_warpgroups: int
+    launch: int
+    producer: int
+    consumer: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether an SM can launch the CTA, and setmaxnreg, which only moves what was launched, can be served."""
+        launched = (1 + self.num_consumer_warpgroups) * self.launch
+        needed = self.producer + self.num_consumer_warpgroups * self.consumer
+        return needed <= launched <= REGISTERS_PER_SM // WARPGROUP_THREADS
+
+
+REGISTER_SPLITS = {
+    2: RegisterSplit(2, launch=168, producer=24, consumer=240),
+    3: RegisterSplit(3, launch=128, producer=32, consumer=160),
+}
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """tile_m queries against a stream of blocks of tile_n keys. P stays in registers.
+
+    has_o_staging: O gets a buffer of its own on its way to TMA; False if it shares Q's or is stored from registers.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    num_consumer_warpgroups: int
+    num_q_stages: int = 1
+    num_k_stages: int = 2
+    num_v_stages: int = 2
+    has_o_staging: bool = True
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q, K and V rings, O, and the full and the empty mbarrier of every stage.
+
+        The barriers take a whole alignment unit, in which a scheduler's few words of tile coordinates find room.
+        """
+        q = _buffer_bytes(self.num_q_stages, self.tile_m, self.head_dim)
+        k = _buffer_bytes(self.num_k_stages, self.tile_n, self.head_dim)
+        v = _buffer_bytes(self.num_v_stages, self.tile_n, self.head_dim_v)
+        o = _buffer_bytes(int(self.has_o_staging), self.tile_m, self.head_dim_v)
+        num_stages = self.num_q_stages + self.num_k_stages + self.num_v_stages
+        return q + k + v + o + _align(2 * num_stages * MBARRIER_BYTES)
+
+    @property
+    def registers_per_thread(self) -> int:
+        """Of a consumer thread, for S, P (16 bits) and O, which all live while P V runs under the next Q K^T."""
+        s = _registers(self.tile_m, self.tile_n, self.num_consumer_warpgroups)
+        o = _registers(self.tile_m, self.head_dim_v, self.num_consumer_warpgroups)
+        return s + s // 2 + o
+
+    @property
+    def fits(self) -> bool:
+        return _fits(self)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """tile_n keys, whose K and V stay in shared memory, against a stream of blocks of tile_m queries.
+
+    Q comes with its lse and dO with its delta, one ring each; dS is double buffered.
+    has_p_in_smem: P and dS are MMA operands from shared memory (P then has buffers like dS) instead of registers.
+    has_dq_staging: dQ goes through an fp32 buffer to a bulk reduction; False if it is added from registers.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    num_consumer_warpgroups: int = 2
+    num_q_stages: int = 2
+    num_do_stages: int = 2
+    num_ds_stages: int = 2
+    has_p_in_smem: bool = False
+    has_dq_staging: bool = True
+
+    @property
+    def smem_bytes(self) -> int:
+        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers (K and V are filled only once)."""
+        k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
+        q = _buffer_bytes(self.num_q_stages, self.tile_m, self.head_dim)
+        do = _buffer_bytes(self.num_do_stages, self.tile_m, self.head_dim_v)
+        ds = _buffer_bytes(self.num_ds_stages, self.tile_m, self.tile_n)
+        p = ds if self.has_p_in_smem else 0
+        dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
+        num_stages = self.num_q_stages + self.num_do_stages
+        statistics = num_stages * self.tile_m * FP32_BYTES
+        barriers = (2 + 2 * num_stages) * MBARRIER_BYTES
+        return k + v + q + do + ds + p + dq + _align(statistics + barriers)
+
+    @property
+    def registers_per_thread(self) -> int:
+        """Of a consumer thread: dK and dV, and the larger of S with dP and of dQ with P and dS (16 bits)."""
+        warpgroups = self.num_consumer_warpgroups
+        dk, dv = (_registers(self.tile_n, dim, warpgroups) for dim in (self.head_dim, self.head_dim_v))
+        s = dp = _registers(self.tile_n, self.tile_m, warpgroups)
+        p_and_ds = 0 if self.has_p_in_smem else s // 2 + dp // 2
+        dq = _registers(self.tile_m, self.head_dim, warpgroups)
+        return dk + dv + max(s + dp, dq + p_and_ds)
+
+    @property
+    def fits(self) -> bool:
+        return _fits(self)
+
+
+def _fits(tile: ForwardTile | BackwardTile) -> bool:
+    """Necessary, not sufficient: shared memory within a block's limit, matrices within a consumer's registers."""
+    available = REGISTER_SPLITS[tile.num_consumer_warpgroups].consumer - OTHER_REGISTERS
+    return tile.smem_bytes <= MAX_SMEM_BYTES_PER_BLOCK and tile.registers_per_thread <= available
+
+
+def _buffer_bytes(num_stages: int, rows: int, columns: int) -> int:
+    return num_stages * _align(rows * columns * OPERAND_BYTES)
+
+
+def _registers(rows: int, columns: int, num_warpgroups: int) -> int:
+    """fp32 registers per thread of a matrix spread over whole warpgroups."""
+    return rows * columns // (num_warpgroups * WARPGROUP_THREADS)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
