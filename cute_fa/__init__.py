@@ -8,7 +8,8 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {
+# The file that each public name comes from.
+HOMES = {
     "flash_attn_func": "cute_fa.api",
     "flash_attn_qkvpacked_func": "cute_fa.api",
     "flash_attn_kvpacked_func": "cute_fa.api",
@@ -20,16 +21,16 @@ _HOMES = {
     "DeviceError": "cute_fa.core.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *HOMES]
 
 
 def __getattr__(name: str):
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module 'cute_fa' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__():
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *HOMES])

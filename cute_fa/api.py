@@ -183,7 +183,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out, (total_q, heads_q, head_dim_v); lse is (heads_q, total_q), and probs (batch, heads_q, max_seqlen_q,
-        max_seqlen_k). Errors as in `flash_attn_func`; on CPU tensors the values of the index tensors are checked as well.
+        max_seqlen_k). Errors as in `flash_attn_func`; on CPU tensors, outside of
+        torch.compile, the values of the index tensors are checked as well.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 3, 3, 10], dtype=torch.int32)

@@ -4,6 +4,7 @@ Torch and the example are imported inside functions, so that help is fast.
 """
 
 import math
+import os
 import shlex
 import statistics
 import textwrap
@@ -23,7 +24,7 @@ NUM_LINES = 10  # of progress, where the output is not a terminal
 
 
 def train(
-    steps: Annotated[int | None, typer.Option(help="Total number of steps: 400 on a CPU, 1000 on a GPU.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps: 200 on a CPU, 500 on a GPU.")] = None,
     text: Annotated[Path | None, typer.Option(help="File to train on, else Python's standard library.")] = None,
     attention: Annotated[str | None, typer.Option(help="cute_fa, or torch's sdpa to compare.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")] = None,
@@ -42,6 +43,9 @@ def train(
     from cute_fa.examples.train_gpt.train_config import preset
     from cute_fa.examples.train_gpt.trainer import Trainer
 
+    # Threads of torch that fill every core wait for whichever of them another process has pushed aside: two on two
+    # cores are then three times slower than one, or worse.
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - 1)))
     text = text and str(text.resolve())  # a resumed run finds it from any folder
     fixed = given(text=text, attention=attention, batch=batch, seqlen=seqlen, seed=seed)
     if resume:
@@ -57,17 +61,16 @@ def train(
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         trainer = Trainer(preset(device, **given(steps=steps), **fixed))
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    report = Report(console, trainer, folder)
+    report = Report(Console(highlight=False, markup=False, soft_wrap=True), trainer, folder)
     report.open()
-    progress = report.bar if console.is_terminal else report.lines
+    progress = report.bar if report.console.is_terminal else report.lines
     with on_interrupt(trainer.stop), progress() as show:
         for result in folder.record(trainer):
             show(result)
     if trainer.step < trainer.config.steps:
-        report.draw()
         command = f"cute-fa train --resume {shlex.quote(str(folder.path))}"
-        console.print(f"\nStopped after {trainer.step} of {trainer.config.steps} steps. Go on with: {command}")
+        report.say(f"\nStopped after {trainer.step} of {trainer.config.steps} steps. Go on with: {command}")
+        report.draw()
         raise typer.Exit(130)
     report.close()
 
@@ -114,7 +117,7 @@ class Report:
     @contextmanager
     def bar(self) -> Iterator[Callable]:
         """Yields a function that shows a step's result as a progress bar."""
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         with Progress(*columns, console=self.console) as progress:
             task = progress.add_task("", total=self.config.steps, completed=self.trainer.step)
 
@@ -155,7 +158,7 @@ class Report:
         # The median leaves out the first step, which also warms up or compiles.
         speed = self.speed(statistics.median(result.tokens_per_s for result in results))
         self.say("")
-        self.say(f"loss      {results[0].loss:.3f} at step 0, {results[-1].loss:.3f} at step {results[-1].step}")
+        self.say(f"loss      {results[0].loss:.3f} at step {results[0].step}, {results[-1].loss:.3f} at step {results[-1].step}")
         self.say(f"held out  {validation:.3f} nats or {validation / math.log(2):.3f} bits per byte")
         self.say(f"speed     {speed}, {seconds:.0f} s for training")
         self.say(f"files     {self.folder.path}: {files}")

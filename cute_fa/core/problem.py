@@ -16,7 +16,7 @@ class ScoreSpec:
     """
 
     scale: float
-    mask: MaskSpec = MaskSpec()
+    mask: MaskSpec
     softcap: float = 0.0
     dropout_p: float = 0.0
 

@@ -11,7 +11,7 @@ from cute_fa.core.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Feature:
-    """One row: what a call may ask for. The columns say whether CPU tensors (the reference backend) and Hopper kernels do it."""
+    """One row: what a call may ask for, and who does it. The reference backend of CPU tensors does every forward."""
 
     name: str
     meaning: str
@@ -53,8 +53,11 @@ def require(problem: AttentionProblem, device: torch.device) -> None:
         needed, found = (".".join(map(str, pair)) for pair in (COMPUTE_CAPABILITY, capability))
         advice = "Use an H100, H200, H20 or GH200, or CPU tensors for the reference backend"
         raise DeviceError(expected("q", f"a GPU of compute capability {needed}", found, advice))
-    advice = "This version has no GPU kernels; move q, k and v to the CPU, where the reference backend takes every option"
-    raise NotSupportedError(expected("q", "a CPU tensor", f"device {device} for a {problem.layout} call", advice))
+    missing = [feature.name for feature in FEATURES if feature.name in problem.features and not feature.hopper_forward]
+    if missing:
+        rule = f"a CPU tensor for a call that uses {', '.join(missing)}"
+        advice = "No GPU kernel does that yet; move q, k and v to the CPU, where the reference backend takes every option"
+        raise NotSupportedError(expected("q", rule, f"device {device}", advice))
 
 
 def compute_capability(device: torch.device):
@@ -64,7 +67,7 @@ def compute_capability(device: torch.device):
 
 def markdown_table() -> str:
     """The matrix as the README shows it."""
-    lines = ["| | option | CPU forward / backward | Hopper forward / backward |", "| --- | --- | --- | --- |"]
+    lines = ["| feature | what a call uses | CPU forward / backward | Hopper forward / backward |", "| --- | --- | --- | --- |"]
     word = {True: "yes", False: "not yet"}
     for f in FEATURES:
         backward = "yes" if f.cpu_backward else "no"

@@ -1,12 +1,13 @@
 """Every rule on arguments, checked once per call: tensors and options in, an AttentionProblem or one worded error out.
 
-Rules on the values inside index tensors are apart (`*_values`): reading them would stall a GPU, so only the backend of
-CPU tensors asks for them.
+Rules on the values inside index tensors are apart (`*_values`): reading them would stall a GPU and break a graph, so they
+are for calls on CPU tensors that hold values (`has_values`).
 """
 
 import math
 
 import torch
+from torch._subclasses import FakeTensor
 
 from cute_fa.core.call import AttentionOptions, CacheUpdate, PackedSequences
 from cute_fa.core.dtypes import KERNEL_DTYPES, REFERENCE_DTYPES
@@ -66,12 +67,6 @@ def kvcache(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions) 
     _check_rank("v_cache", v_cache, f"{rows}, heads_kv, head_dim_v)")
     _check_heads(q, k_cache, v_cache, names=("q", "k_cache", "v_cache"))
     _check_equal("v_cache", "rows of k_cache", tuple(v_cache.shape[:2]), tuple(k_cache.shape[:2]))
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": cache.k, "v": cache.v}
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                advice = "flash_attn_with_kvcache has no backward; call it under torch.no_grad()"
-                raise NotSupportedError(expected(name, "a tensor that needs no gradient", "requires_grad=True", advice))
     batch, seqlen_k = q.shape[0], k_cache.shape[1]
     if paged:
         _check_block_table(cache.block_table, q, batch)
@@ -91,7 +86,14 @@ def kvcache(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions) 
         _check_count("cache_seqlens", cache.cache_seqlens)
     _check_appended(q, k_cache, v_cache, cache)
     _check_rotary(q, cache)
-    return _problem("kvcache", q, k_cache, v_cache, options, (batch, q.shape[1], seqlen_k), {"block_table": paged})
+    problem = _problem("kvcache", q, k_cache, v_cache, options, (batch, q.shape[1], seqlen_k), {"block_table": paged})
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "learnable_sink": options.learnable_sink}
+    tensors |= {name: getattr(cache, name) for name in ("k", "v", "rotary_cos", "rotary_sin")}
+    for name, tensor in tensors.items() if torch.is_grad_enabled() else ():
+        if tensor is not None and tensor.requires_grad:
+            advice = "flash_attn_with_kvcache has no backward; call it under torch.no_grad()"
+            raise NotSupportedError(expected(name, "a tensor that needs no gradient", "requires_grad=True", advice))
+    return problem
 
 
 def unpack(name: str, packed, layout: str):
@@ -101,6 +103,11 @@ def unpack(name: str, packed, layout: str):
     if packed.shape[-3] != count:
         raise ValueError(expected(name, f"shape {layout}", tuple(packed.shape), "Stack the tensors in dimension -3"))
     return packed.unbind(-3)
+
+
+def has_values(tensor) -> bool:
+    """Whether the values inside a tensor may be read: on the CPU, and not while a graph is traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 
 def varlen_values(q, k, sequences: PackedSequences) -> None:
@@ -124,7 +131,7 @@ def varlen_values(q, k, sequences: PackedSequences) -> None:
                 rule = f"values between 0 and the lengths {lengths}"
                 raise ValueError(expected(f"seqused_{side}", rule, seqused, "It counts the rows of each sequence that are used"))
             lengths = seqused
-        max_seqlen = getattr(sequences, f"max_seqlen_{side}")
+        max_seqlen = int(getattr(sequences, f"max_seqlen_{side}"))
         if lengths and max(lengths) > max_seqlen:
             rule = f"at least the longest sequence, {max(lengths)}"
             raise ValueError(expected(f"max_seqlen_{side}", rule, max_seqlen, "Pass a bound that holds for every sequence"))
@@ -132,7 +139,7 @@ def varlen_values(q, k, sequences: PackedSequences) -> None:
             _check_pages(sequences.block_table, lengths, k)
 
 
-def kvcache_values(k_cache, cache: CacheUpdate) -> None:
+def kvcache_values(k_cache, cache: CacheUpdate, problem: AttentionProblem) -> None:
     """Checks the values inside the index tensors of a call on a cache; cache.cache_seqlens must be a tensor."""
     seqlen_new = 0 if cache.k is None else cache.k.shape[1]
     capacity = k_cache.shape[1] * (1 if cache.block_table is None else cache.block_table.shape[1])
@@ -153,7 +160,9 @@ def kvcache_values(k_cache, cache: CacheUpdate) -> None:
             rule = f"values between 0 and cache_seqlens {lengths}"
             raise ValueError(expected("cache_leftpad", rule, leftpad, "It counts the rows before the first key"))
     if cache.rotary_cos is not None:
-        needed = max(lengths, default=0) + seqlen_new
+        # Under a mask that knows positions queries have one each, else they share that of the first.
+        num_positions = max(seqlen_new, 1 if problem.scores.mask.is_full else problem.seqlen_q)
+        needed = max(lengths, default=0) + num_positions
         if cache.rotary_cos.shape[0] < needed:
             rows = f"{cache.rotary_cos.shape[0]} rows"
             raise ValueError(expected("rotary_cos", f"at least {needed} rows", rows, "Compute it for every position"))

@@ -4,6 +4,7 @@
 operator. The operators take one flat list of arguments, `Call`, because a torch schema knows no groups.
 """
 
+from dataclasses import fields
 from typing import NamedTuple, Optional
 
 import torch
@@ -48,7 +49,7 @@ class Call(NamedTuple):
         """None in a dense call."""
         if self.cu_seqlens_q is None:
             return None
-        return PackedSequences(**{name: getattr(self, name) for name in PackedSequences.__dataclass_fields__})
+        return PackedSequences(**{field.name: getattr(self, field.name) for field in fields(PackedSequences)})
 
     @property
     def scores(self) -> ScoreSpec:
@@ -72,7 +73,10 @@ def dense(q, k, v, options: AttentionOptions):
 def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
     """Attention on packed sequences; returns what `options` asks for (see `api`)."""
     q, k, v = autocast(q, k, v)
-    return _attend(q, k, v, validate.varlen(q, k, v, sequences, options), options, sequences)
+    problem = validate.varlen(q, k, v, sequences, options)
+    if validate.has_values(q):
+        validate.varlen_values(q, k, sequences)
+    return _attend(q, k, v, problem, options, sequences)
 
 
 def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: Optional[PackedSequences]):
@@ -130,7 +134,6 @@ def _forward_cpu(q, k, v, *flat):
     if call.sequences is None:
         out, lse, probs = reference_dense.forward(q, k, v, call.scores, call.score_tensors)
     else:
-        validate.varlen_values(q, k, call.sequences)
         shape = _probs_shape(q, k, call) if call.return_probs else None
         out, lse, probs = reference_varlen.forward(q, k, v, call.sequences, call.scores, call.score_tensors, shape)
     return out.contiguous(), lse, probs if call.return_probs else q.new_empty(0)

@@ -14,6 +14,7 @@ from cute_fa.reference import kvcache as reference_kvcache
 from cute_fa.reference.dense import ScoreTensors, compute_dtype
 
 Tensor = torch.Tensor
+_CACHE_FIELDS = tuple(field.name for field in dataclasses.fields(CacheUpdate))
 
 
 class Call(NamedTuple):
@@ -38,7 +39,7 @@ class Call(NamedTuple):
 
     @property
     def cache(self) -> CacheUpdate:
-        return CacheUpdate(**{name: getattr(self, name) for name in CacheUpdate.__dataclass_fields__})
+        return CacheUpdate(**{name: getattr(self, name) for name in _CACHE_FIELDS})
 
     @property
     def scores(self) -> ScoreSpec:
@@ -53,11 +54,14 @@ def attend(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions):
     problem = validate.kvcache(q, k_cache, v_cache, cache, options)
     support.require(problem, q.device)
     lengths = cache.cache_seqlens
-    if not isinstance(lengths, Tensor) or lengths.ndim == 0:
+    if not isinstance(lengths, Tensor):
         held = problem.seqlen_k if lengths is None else int(lengths)
         lengths = torch.full((problem.batch,), held, dtype=torch.int32, device=q.device)
+    cache = dataclasses.replace(cache, cache_seqlens=lengths)
+    if validate.has_values(q):
+        validate.kvcache_values(k_cache, cache, problem)
     call = Call(
-        **{**cache.__dict__, "cache_seqlens": lengths},
+        **{name: getattr(cache, name) for name in _CACHE_FIELDS},
         alibi_slopes=options.alibi_slopes,
         learnable_sink=options.learnable_sink,
         softmax_scale=problem.scores.scale,
@@ -78,7 +82,6 @@ def _fake(q, k_cache, v_cache, *flat):
 
 def _cpu(q, k_cache, v_cache, *flat):
     call = Call(*flat)
-    validate.kvcache_values(k_cache, call.cache)
     tensors = ScoreTensors(call.alibi_slopes, call.learnable_sink)
     return reference_kvcache.attend(q, k_cache, v_cache, call.cache, call.scores, tensors)
 

@@ -1,5 +1,6 @@
 """How an operator of this package is defined: schema from a NamedTuple, CPU and fake implementations, autograd."""
 
+from functools import wraps
 from typing import Optional, get_type_hints
 
 import torch
@@ -30,16 +31,27 @@ def define(name, tensors, arguments, returns, cpu, fake, backward=None, setup_co
     """Registers `cute_fa::name`: schema, implementation on CPU tensors, fake, and autograd where `backward` is given."""
     qualified = f"cute_fa::{name}"
     torch.library.define(qualified, schema_of(tensors, arguments, returns))
-    torch.library.impl(qualified, "cpu", cpu)
+    torch.library.impl(qualified, "cpu", _without_autocast(cpu))
     torch.library.register_fake(qualified, fake)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
 
 
+def _without_autocast(function):
+    """`function` computing as it is written: autocast has done its work on the arguments. One context a call, for threads."""
+
+    @wraps(function)
+    def wrapped(*arguments):
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments)
+
+    return wrapped
+
+
 def autocast(*tensors):
     """The tensors as torch.autocast wants them: fp32 is cast where autocast is on for their device, all else stays."""
     device_type = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device_type):
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)

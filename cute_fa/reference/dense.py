@@ -75,8 +75,8 @@ def probabilities(q, k, spec: ScoreSpec, tensors: ScoreTensors, batch_indices) -
     z = None
     if spec.dropout_p:
         keep = keep_mask(tensors.rng_state, spec.dropout_p, batch_indices, num_heads, seqlen_q, seqlen_k)
-        z = keep * keep_scale(spec.dropout_p)
-    return Probabilities(probs, lse, visible, None if z is None else z.to(q.dtype), cap_slope)
+        z = keep.to(q.dtype) * keep_scale(spec.dropout_p)
+    return Probabilities(probs, lse, visible, z, cap_slope)
 
 
 def forward(q, k, v, spec: ScoreSpec, tensors: ScoreTensors, batch_indices=None):
@@ -119,8 +119,9 @@ def backward(dout, dlse, q, k, v, spec: ScoreSpec, tensors: ScoreTensors, batch_
     dsink = None
     if tensors.learnable_sink is not None:
         sink = tensors.learnable_sink.to(q.dtype)[:, None]
-        sink_probs = torch.exp(sink - found.lse).masked_fill(found.lse == -torch.inf, 0)
-        dsink = reduce(sink_probs * (dlse - delta), "b h i -> h", "sum").to(tensors.learnable_sink.dtype)
+        # Only a sink of -inf leaves an lse of -inf, in rows without a key.
+        dsink_rows = (torch.exp(sink - found.lse) * (dlse - delta)).masked_fill(found.lse == -torch.inf, 0)
+        dsink = reduce(dsink_rows, "b h i -> h", "sum").to(tensors.learnable_sink.dtype)
     dq, dk, dv = (grad.to(of.dtype) for grad, of in zip((dq, dk, dv), inputs))
     return dq, dk, dv, dsink
 

@@ -1,6 +1,7 @@
 """The accuracy rule: how far a result may be from the oracle, given what plain torch does at the same dtype."""
 
 from dataclasses import dataclass
+from math import inf, isfinite
 
 import torch
 
@@ -18,14 +19,14 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.bound  # False for NaN
+        return self.error <= self.bound and isfinite(self.error)
 
     @property
     def share(self) -> float:
-        """error / bound: 1 is the limit; infinite where the bound is 0 and the error is not, or the error is NaN."""
+        """error / bound: 1 is the limit; infinite where the error is, or where the bound is 0 and the error is not."""
         if self.error == 0:
             return 0.0
-        return self.error / self.bound if self.bound and self.error == self.error else float("inf")
+        return self.error / self.bound if self.bound and isfinite(self.error) else inf
 
 
 def compare(got, plain, oracle, softcap: bool = False) -> Comparison:
@@ -47,4 +48,4 @@ def _max_error(got, oracle) -> float:
         return 0.0
     difference = (got.double() - oracle.double()).abs()
     difference = difference.masked_fill(torch.isinf(oracle) & (got.double() == oracle.double()), 0)
-    return difference.nan_to_num(nan=torch.inf).max().item()
+    return difference.nan_to_num(nan=inf, posinf=inf).max().item()

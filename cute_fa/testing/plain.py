@@ -75,7 +75,7 @@ def plain_attention(
 def plain_varlen(q, k, v, lengths_q, lengths_k, begins_q, begins_k, **options):
     """out (total_q, heads_q, head_dim_v) and lse (heads_q, total_q) of packed tensors; rows of no sequence get 0 and -inf.
 
-    lengths and begins: lists of ints, one a sequence. options as in `plain_attention`; alibi_slopes (batch, heads) is cut.
+    lengths and begins: lists of ints, one a sequence. options as in `plain_attention`; alibi_slopes (batch, heads) and keep are cut.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -83,6 +83,8 @@ def plain_varlen(q, k, v, lengths_q, lengths_k, begins_q, begins_k, **options):
         own = dict(options)
         if own.get("alibi_slopes") is not None and own["alibi_slopes"].ndim == 2:
             own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+        if own.get("keep") is not None:
+            own["keep"] = own["keep"][b : b + 1, :, :length_q, :length_k]
         rows_q, rows_k = (slice(begin[b], begin[b] + length) for begin, length in ((begins_q, length_q), (begins_k, length_k)))
         out_b, lse_b = plain_attention(q[None, rows_q], k[None, rows_k], v[None, rows_k], **own)
         out = torch.cat((out[: begins_q[b]], out_b[0], out[begins_q[b] + length_q :]))

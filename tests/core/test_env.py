@@ -16,9 +16,9 @@ PACKAGE = Path(cute_fa.__file__).parent
     [
         pytest.param({"CUTE_FA_CACHE_DIR": "/fast/kernels"}, "/fast/kernels", id="own-variable"),
         pytest.param({"CUTE_FA_CACHE_DIR": "~/kernels"}, "/home/ada/kernels", id="tilde"),
-        pytest.param({"CUTE_FA_CACHE_DIR": "/fast/kernels", "XDG_CACHE_HOME": "/xdg"}, "/fast/kernels", id="own-before-xdg"),
+        pytest.param({"CUTE_FA_CACHE_DIR": "/fast", "XDG_CACHE_HOME": "/xdg"}, "/fast", id="own-before-xdg"),
         pytest.param({"XDG_CACHE_HOME": "/xdg"}, "/xdg/cute_fa", id="xdg"),
-        pytest.param({"CUTE_FA_CACHE_DIR": "", "XDG_CACHE_HOME": ""}, "/home/ada/.cache/cute_fa", id="empty-counts-as-unset"),
+        pytest.param({"CUTE_FA_CACHE_DIR": "", "XDG_CACHE_HOME": ""}, "/home/ada/.cache/cute_fa", id="empty"),
         pytest.param({}, "/home/ada/.cache/cute_fa", id="unset"),
     ],
 )

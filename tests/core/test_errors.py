@@ -7,7 +7,7 @@ from cute_fa.core.errors import DeviceError, NotSupportedError, expected
 
 def test_message_form():
     message = expected("softcap", "a finite number >= 0", -1.5, "0 means no softcap")
-    assert message == "softcap: expected a finite number >= 0, got -1.5. 0 means no softcap.", "argument, rule, value, advice"
+    assert message == "softcap: expected a finite number >= 0, got -1.5. 0 means no softcap.", "all four parts"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,8 @@ def test_message_form():
     ],
 )
 def test_values_are_shown_as_str(got, shown):
-    assert expected("q", "a rule", got, "Advice") == f"q: expected a rule, got {shown}. Advice.", f"{got!r} reads {shown}"
+    message = expected("q", "a rule", got, "Advice")
+    assert message == f"q: expected a rule, got {shown}. Advice.", f"{got!r} reads {shown}"
 
 
 @pytest.mark.parametrize(

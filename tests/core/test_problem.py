@@ -58,7 +58,11 @@ def test_different_facts_are_different_keys(changes):
     assert len({problem(), problem(**changes)}) == 2, f"{changes} is another problem"
 
 
-@pytest.mark.parametrize("facts, name", [(problem(), "batch"), (ScoreSpec(1.0), "scale")], ids=["problem", "scores"])
+@pytest.mark.parametrize(
+    "facts, name",
+    [(problem(), "batch"), (problem().scores, "scale")],
+    ids=["problem", "scores"],
+)
 def test_facts_cannot_be_changed(facts, name):
     with pytest.raises(FrozenInstanceError):
         setattr(facts, name, 5)
@@ -66,7 +70,7 @@ def test_facts_cannot_be_changed(facts, name):
 
 
 def test_defaults_ask_for_nothing():
-    scores = ScoreSpec(0.5)
-    assert (scores.mask, scores.softcap, scores.dropout_p) == (MaskSpec(), 0.0, 0.0), "full, no softcap, no dropout"
+    scores = ScoreSpec(0.5, MaskSpec())
+    assert (scores.softcap, scores.dropout_p) == (0.0, 0.0), "no softcap, no dropout"
     bare = AttentionProblem("dense", "float32", 1, 1, 1, 1, 1, 8, 8, scores)
     assert bare.features == frozenset(), "no features"

@@ -1,4 +1,4 @@
-"""The dropout mask against published Philox vectors, a scalar reading of its counting, and the statistics of a fair coin."""
+"""The dropout mask against published Philox vectors, a scalar reading of its counting, and a fair coin's statistics."""
 
 import itertools
 import random
@@ -39,12 +39,16 @@ def without_bits(number, bits):
     return int("".join(reversed(digits)), 2)
 
 
-def scalar_keep(seed, offset, threshold, stream, row, column):
-    """One entry of the mask, as the docstring of the module counts it."""
+def scalar_word(seed, offset, stream, row, column):
+    """The 16-bit word of one entry, as the docstring of the module counts it."""
     counter = (without_bits(row, [3]), without_bits(column, [3, 0]), stream % 2**32, offset % 2**32)
     words32 = scalar_philox(counter, (seed % 2**32, (seed >> 32) % 2**32))
     words16 = [half for word in words32 for half in (word % 2**16, word // 2**16)]
-    return words16[4 * (row // 8 % 2) + 2 * (column // 8 % 2) + column % 2] >= threshold
+    return words16[4 * (row // 8 % 2) + 2 * (column // 8 % 2) + column % 2]
+
+
+def scalar_keep(seed, offset, threshold, stream, row, column):
+    return scalar_word(seed, offset, stream, row, column) >= threshold
 
 
 def mask_of(seed=5, offset=0, p=0.3, batch=1, heads=1, seqlen_q=64, seqlen_k=64):
@@ -93,12 +97,19 @@ def test_mask_is_counted_as_the_docstring_says(seed, offset):
         assert mask[entry].item() == wanted, f"batch {b}, head {h}, row {row}, column {column}"
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"),
-    [(1, 1), (1, 50), (50, 1), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47)],
-    ids=lambda length: f"{length}",
-)
-def test_every_size_is_counted_alike(seqlen_q, seqlen_k):
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 7), (18, 20)], ids=lambda index: f"{index}")
+def test_a_word_at_the_threshold_is_kept(row, column):
+    word = scalar_word(5, 0, 0, row, column)
+    assert mask_of(p=word / 65536, seqlen_q=19, seqlen_k=21)[0, 0, row, column], "word = threshold"
+    assert not mask_of(p=(word + 1) / 65536, seqlen_q=19, seqlen_k=21)[0, 0, row, column], "word = threshold - 1"
+
+
+SIZES = [(1, 1), (1, 50), (50, 1), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47)]
+
+
+@pytest.mark.parametrize("seqlens", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_every_size_is_counted_alike(seqlens):
+    seqlen_q, seqlen_k = seqlens
     mask = mask_of(-77, 4, 0.5, [3, 0], 2, seqlen_q, seqlen_k)
     for b, h, row, column in itertools.product(*map(range, mask.shape)):
         wanted = scalar_keep(-77, 4, 32768, [3, 0][b] * 2 + h, row, column)
@@ -126,8 +137,9 @@ def test_no_sequences_have_an_empty_mask():
     assert mask_of(batch=[], heads=3, seqlen_q=4, seqlen_k=5).shape == (0, 3, 4, 5), "shape"
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (13, 40), (40, 13), (39, 39)], ids=lambda length: f"{length}")
-def test_a_sequence_does_not_know_what_surrounds_it(seqlen_q, seqlen_k):
+@pytest.mark.parametrize("seqlens", [(1, 1), (13, 40), (40, 13), (39, 39)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_a_sequence_does_not_know_what_surrounds_it(seqlens):
+    seqlen_q, seqlen_k = seqlens
     whole = mask_of(batch=3, heads=2, seqlen_q=40, seqlen_k=40)
     for b in range(3):
         alone = mask_of(batch=[b], heads=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k)

@@ -42,13 +42,16 @@ class RunFolder:
         self.save(trainer.state())
 
     def append(self, result: StepResult):
-        """Adds the row of a step. The file is closed again, so that rows survive whatever ends the process."""
+        """Adds the row of a step. The file is closed again, so that rows survive whatever ends the process.
+
+        Nine digits tell any two fp32 losses apart.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         is_new = not self.log.exists()
         with self.log.open("a") as file:
             if is_new:
                 file.write(f"{LOG_HEADER}\n")
-            file.write(f"{result.step},{result.loss:.6f},{result.tokens_per_s:.1f}\n")
+            file.write(f"{result.step},{result.loss:.9g},{result.tokens_per_s:.1f}\n")
 
     def results(self) -> list[StepResult]:
         """The rows of the log."""

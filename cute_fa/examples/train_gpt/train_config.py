@@ -49,10 +49,10 @@ class TrainConfig:
 # The CPU preset suits two cores and fp32; the GPU preset is a model of GPT-2's size (127M parameters) in bf16.
 PRESETS = {
     "cpu": TrainConfig(
-        device="cpu", steps=400, batch=16, seqlen=128, width=128, layers=4, heads=4, learning_rate=4e-3, warmup=30
+        device="cpu", steps=200, batch=16, seqlen=128, width=128, layers=4, heads=4, learning_rate=4e-3, warmup=30
     ),
     "cuda": TrainConfig(
-        device="cuda", steps=1000, batch=32, seqlen=1024, width=1024, layers=10, heads=8, learning_rate=1e-3, warmup=100
+        device="cuda", steps=500, batch=32, seqlen=1024, width=1024, layers=10, heads=8, learning_rate=1e-3, warmup=100
     ),
 }
 

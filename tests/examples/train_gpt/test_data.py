@@ -78,18 +78,20 @@ def test_every_position_of_the_training_text_is_drawn(tmp_path):
 def test_held_out_windows(tmp_path):
     (tmp_path / "text").write_bytes(bytes(200) + bytes(range(1, 11)))  # a twentieth of 210 bytes is 10
     corpus = Corpus(str(tmp_path / "text"), seqlen=3)
-    assert corpus.held_out_windows(at_most=9).tolist() == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]], "each target once"
-    assert corpus.held_out_windows(at_most=2).tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]], "spread over the tail"
+    first, second, third = [1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]
+    assert corpus.held_out_windows(at_most=9).tolist() == [first, second, third], "each target once"
+    assert corpus.held_out_windows(at_most=2).tolist() == [first, third], "spread over the tail"
 
 
 def test_shortest_text(tmp_path):
     (tmp_path / "text").write_bytes(b"0123456789")
     corpus = Corpus(str(tmp_path / "text"), seqlen=4)
     assert bytes(corpus.train.tolist()) == b"01234" and bytes(corpus.held_out.tolist()) == b"56789", "one window each"
+    (tmp_path / "text").write_bytes(b"012345678")
     with pytest.raises(ValueError) as caught:
-        Corpus(str(tmp_path / "text"), seqlen=5)
+        Corpus(str(tmp_path / "text"), seqlen=4)
     assert str(caught.value) == (
-        "text: expected at least 12 bytes (one sequence of 5 to train on and one held out), got 10. "
+        "text: expected at least 10 bytes (one sequence of 4 to train on and one held out), got 9. "
         "Choose a longer text or a smaller seqlen."
     ), "says how long it must be"
 

@@ -6,13 +6,13 @@ import torch
 from cute_fa.examples.train_gpt.model import GPT, Rotary
 from cute_fa.examples.train_gpt.train_config import preset
 
-SMALL = preset("cpu", width=32, layers=2, heads=2, seqlen=12)
+SIZES = {"width": 32, "layers": 2, "heads": 2, "seqlen": 12}
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 256
 
 
 @pytest.fixture(params=["cute_fa", "sdpa"])
 def model(request):
-    return GPT(preset("cpu", width=32, layers=2, heads=2, seqlen=12, attention=request.param))
+    return GPT(preset("cpu", **SIZES, attention=request.param))
 
 
 @torch.no_grad()
@@ -27,18 +27,18 @@ def test_a_byte_does_not_see_later_ones(model):
 
 @torch.no_grad()
 def test_both_attentions_give_the_same_logits():
-    by_name = {name: GPT(preset("cpu", width=32, layers=2, heads=2, attention=name))(TOKENS) for name in ("cute_fa", "sdpa")}
-    torch.testing.assert_close(by_name["cute_fa"], by_name["sdpa"], rtol=1e-4, atol=1e-5)
+    ours, torchs = (GPT(preset("cpu", **SIZES, attention=name))(TOKENS) for name in ("cute_fa", "sdpa"))
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_follow_from_the_seed():
-    first, same, other = (GPT(preset("cpu", width=32, layers=2, heads=2, seed=seed)) for seed in (3, 3, 4))
+    first, same, other = (GPT(preset("cpu", **SIZES, seed=seed)) for seed in (3, 3, 4))
     assert all(a.equal(b) for a, b in zip(first.parameters(), same.parameters())), "same seed, same weights"
     assert not first.head.weight.equal(other.head.weight), "another seed, other weights"
 
 
 def test_sizes_counted_by_hand():
-    model = GPT(SMALL)
+    model = GPT(preset("cpu", **SIZES))
     # A block has 12 width^2 weights in its four matrices and two norms; embedding and head have 256 rows each.
     assert model.num_parameters == 2 * (12 * 32 * 32 + 2 * 32) + 2 * 256 * 32 + 32, "weights of blocks, ends and norms"
     in_matmuls = 2 * (12 * 32 * 32 + 2 * 32) + 256 * 32 + 32

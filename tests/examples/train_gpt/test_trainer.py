@@ -76,7 +76,8 @@ def test_resume_refuses_another_text(small, tmp_path):
 def test_resume_refuses_a_finished_run(small):
     trainer = Trainer(small(steps=2))
     losses(trainer)
-    with pytest.raises(ValueError, match="^steps: expected more than the 2 steps done, got 2. Ask for a larger total.$"):
+    message = "^steps: expected more than the 2 steps done, got 2. Ask for a larger total.$"
+    with pytest.raises(ValueError, match=message):
         Trainer.from_state(trainer.state())
 
 

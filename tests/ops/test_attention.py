@@ -1,0 +1,249 @@
+"""The operators of dense and packed calls under torch's own checks, torch.compile and torch.export."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cute_fa
+from cute_fa.core.errors import NotSupportedError
+from cute_fa.ops.attention import Call
+from cute_fa.testing.plain import plain_attention
+
+FORWARD = torch.ops.cute_fa.attention_forward.default
+BACKWARD = torch.ops.cute_fa.attention_backward.default
+
+PLAIN = Call(
+    alibi_slopes=None,
+    learnable_sink=None,
+    rng_state=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    block_table=None,
+    max_seqlen_q=0,
+    max_seqlen_k=0,
+    softmax_scale=0.4,
+    window_left=None,
+    window_right=None,
+    attention_chunk=0,
+    softcap=0.0,
+    dropout_p=0.0,
+    deterministic=False,
+    return_probs=False,
+)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+EVERY_SCORE = dict(
+    alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 1.0]),
+    rng_state=torch.tensor([7, 11]),
+    window_left=3,
+    window_right=0,
+    attention_chunk=4,
+    softcap=2.0,
+    dropout_p=0.5,
+    return_probs=True,
+)
+LENGTHS = dict(cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 4, 7), max_seqlen_q=3, max_seqlen_k=4)
+USED = dict(seqused_q=ints(2, 1), seqused_k=ints(0, 3))
+
+DENSE = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
+VARLEN = ((6, 4, 8), (9, 2, 8), (9, 2, 6))
+PAGED = ((6, 4, 8), (4, 3, 2, 8), (4, 3, 2, 6))
+CALLS = {
+    "dense": (DENSE, {}),
+    "dense-every-score": (DENSE, EVERY_SCORE),
+    "dense-no-rows": (((2, 0, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)), {"window_right": 0}),
+    "varlen": (VARLEN, LENGTHS),
+    "varlen-every-score": (VARLEN, {**LENGTHS, **USED, **EVERY_SCORE, "deterministic": True}),
+    "paged": (PAGED, {**LENGTHS, "block_table": ints([3, 1], [0, 2]), "window_right": 0}),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def arguments(shapes, changes, dtype, requires_grad=True):
+    """q, k, v, then the call; with a sink where the call has every score."""
+    tensors = [torch.randn(shape).to(dtype).requires_grad_(requires_grad) for shape in shapes]
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=requires_grad) if "softcap" in changes else None
+    return (*tensors, *PLAIN._replace(**changes, learnable_sink=sink))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
+def test_opcheck_forward(shapes, changes, dtype):
+    """Schema, autograd registration, fake against real, and the traced backward with static and dynamic sizes."""
+    torch.library.opcheck(FORWARD, arguments(shapes, changes, dtype))
+
+
+@pytest.mark.parametrize("has_dlse", [False, True], ids=["no-dlse", "dlse"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
+def test_opcheck_backward(shapes, changes, dtype, has_dlse):
+    inputs = arguments(shapes, changes, dtype, requires_grad=False)
+    out, lse, _ = FORWARD(*inputs)
+    dlse = torch.randn_like(lse) if has_dlse else None
+    torch.library.opcheck(BACKWARD, (torch.randn_like(out), dlse, *inputs[:3], out, lse, *inputs[3:]))
+
+
+@pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
+def test_fakes_tell_what_comes(shapes, changes):
+    """Shapes, dtypes and strides on meta tensors are those of the real results."""
+    inputs = arguments(shapes, changes, torch.bfloat16, requires_grad=False)
+    meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs]
+    out, lse, _ = real = FORWARD(*inputs)
+    real += BACKWARD(out, None, *inputs[:3], out, lse, *inputs[3:])
+    out, lse, _ = fake = FORWARD(*meta)
+    fake += BACKWARD(out, None, *meta[:3], out, lse, *meta[3:])
+    for ours, other in zip(fake, real):
+        found, wanted = ((x.shape, x.dtype, x.stride()) for x in (ours, other))
+        assert found == wanted, "fake and real differ"
+
+
+def test_results_share_no_memory_with_inputs():
+    inputs = arguments(DENSE, EVERY_SCORE, torch.float64, requires_grad=False)
+    out, lse, probs = FORWARD(*inputs)
+    results = (out, lse, probs, *BACKWARD(out, None, *inputs[:3], out, lse, *inputs[3:]))
+    places = [x.untyped_storage().data_ptr() for x in (*results, *(x for x in inputs if isinstance(x, torch.Tensor)))]
+    assert len(set(places)) == len(places), "an operator returns tensors of its own"
+
+
+@pytest.mark.parametrize("which", ["out", "lse", "both"])
+def test_unused_results_cost_no_gradient(which):
+    """A loss of one of the two equals a loss of both with the other's weight 0."""
+    inputs = arguments(DENSE, {}, torch.float64)
+    weights = {"out": (1.0, 0.0), "lse": (0.0, 1.0), "both": (1.0, 1.0)}[which]
+    found = FORWARD(*inputs)[:2]
+    parts = [x.square().sum() for x, weight in zip(found, weights) if weight]
+    whole = sum(x.square().sum() * weight for x, weight in zip(FORWARD(*inputs)[:2], weights))
+    grads, wanted = (torch.autograd.grad(loss, inputs[:3], allow_unused=True) for loss in (sum(parts), whole))
+    for ours, other in zip(grads, wanted):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("names", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"], ids=lambda names: names or "none")
+def test_gradients_go_where_they_are_asked_for(names):
+    wanted = [name in names for name in "qkv"]
+    inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(arguments(DENSE, {}, torch.float64), wanted)]
+    out = cute_fa.flash_attn_func(*inputs, causal=True)
+    assert out.requires_grad == any(wanted), "out requires a gradient when an input does"
+    if any(wanted):
+        out.sum().backward()
+    assert [x.grad is not None for x in inputs] == wanted, "gradients of q, k, v"
+
+
+def test_gradients_of_shared_pages_add_up():
+    """Two sequences with the first page in common, against a gather under autograd."""
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 4, 8), *PAGED[1:]))
+    table = ints([3, 1], [3, 0])
+    lengths = dict(cu_seqlens_q=ints(0, 3, 6), cu_seqlens_k=ints(0, 6, 12), max_seqlen_q=3, max_seqlen_k=6)
+    out = cute_fa.flash_attn_varlen_func(q, k, v, **lengths, block_table=table, causal=True)
+    gathered = (x[table.long()].flatten(1, 2) for x in (k, v))
+    wanted = plain_attention(q.unflatten(0, (2, 3)), *gathered, causal=True)[0].flatten(0, 1)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    for ours, other in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, wanted))):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
+
+
+def test_probabilities_have_no_gradient():
+    *_, probs = FORWARD(*arguments(DENSE, EVERY_SCORE, torch.float64))
+    assert not probs.requires_grad, "marked non-differentiable"
+
+
+def test_double_backward_is_refused():
+    inputs = arguments(DENSE, {}, torch.float64)
+    out, lse, _ = FORWARD(*inputs)
+    for x in (out, lse):
+        [dq] = torch.autograd.grad(x.square().sum(), inputs[0], create_graph=True)
+        with pytest.raises(NotSupportedError, match="^create_graph: expected a first derivative, got the derivative"):
+            torch.autograd.grad(dq.sum(), inputs[0])
+
+
+def leaves(batch, seqlen_q, seqlen_k):
+    shapes = ((batch, seqlen_q, 4, 8), (batch, seqlen_k, 2, 8), (batch, seqlen_k, 2, 8))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def gradients(function, inputs, *rest):
+    out, lse = function(*inputs, *rest)
+    return (out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs))
+
+
+def dense_call(q, k, v):
+    return cute_fa.flash_attn_func(q, k, v, causal=True, window_size=(9, 0), softcap=3.0, return_lse=True)
+
+
+def test_compiled_dense_call_with_dynamic_lengths():
+    """One graph without breaks serves all lengths, forward and backward."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dense_call, fullgraph=True, backend=counter)
+    for seqlen_q, seqlen_k in ((16, 24), (17, 31), (40, 12)):
+        inputs = leaves(2, seqlen_q, seqlen_k)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 1)
+        for found, wanted in zip(gradients(compiled, inputs), gradients(dense_call, inputs)):
+            assert torch.equal(found, wanted), f"compiled and eager differ at {seqlen_q} queries, {seqlen_k} keys"
+    assert counter.frame_count <= 2, f"{counter.frame_count} graphs for three lengths: more than one recompile"
+
+
+def varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return cute_fa.flash_attn_varlen_func(q, k, v, *lengths, causal=True, return_lse=True)
+
+
+def test_compiled_packed_call_with_dynamic_lengths():
+    """Totals and maxima change from step to step, as they do in training on packed batches."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(varlen_call, fullgraph=True, backend=counter)
+    for lengths_q, lengths_k in (((5, 7), (6, 9)), ((8, 3), (2, 11)), ((4, 9), (10, 7))):
+        inputs = [torch.randn(sum(lengths), heads, 8, requires_grad=True)
+                  for lengths, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))]  # fmt: skip
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 0)
+        rest = (*(ints(0, *itertools.accumulate(x)) for x in (lengths_q, lengths_k)), max(lengths_q), max(lengths_k))
+        for found, wanted in zip(gradients(compiled, inputs, *rest), gradients(varlen_call, inputs, *rest)):
+            assert torch.equal(found, wanted), f"compiled and eager differ at lengths {lengths_q}, {lengths_k}"
+    assert counter.frame_count <= 2, f"{counter.frame_count} graphs for three batches: more than one recompile"
+
+
+def test_compiled_dropout_has_one_mask():
+    """The compiled forward and backward agree on what was dropped: dv of a one-hot v is the sum of the weights."""
+
+    def call(q, k, v):
+        return cute_fa.flash_attn_func(q, k, v, 0.5)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k = (x.detach() for x in leaves(1, 6, 8)[:2])
+    v = torch.eye(8).view(1, 8, 1, 8).expand(1, 8, 2, 8).contiguous().requires_grad_()
+    out = compiled(q, k, v)
+    assert (out == 0).any() and (out != 0).any(), "some weights are dropped"
+    [dv] = torch.autograd.grad(out, v, torch.ones_like(out))
+    weights = out.detach().unflatten(2, (2, 2)).sum(dim=(1, 3))
+    torch.testing.assert_close(dv[..., 0].transpose(1, 2), weights, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(compiled(q, k, v), out), "the next call has another mask"
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, 2, 8))
+        return self.out(cute_fa.flash_attn_qkvpacked_func(qkv, causal=True).flatten(-2))
+
+
+def test_export():
+    """An exported module holds the operator itself and takes other lengths."""
+    block, seqlen = Block().eval(), torch.export.Dim("seqlen", min=2, max=64)
+    exported = torch.export.export(block, (torch.randn(2, 10, 16),), dynamic_shapes={"x": {1: seqlen}})
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert "cute_fa.attention_forward.default" in targets, "the operator is one node"
+    x = torch.randn(2, 33, 16)
+    assert torch.equal(exported.module()(x), block(x)), "exported and eager differ"
