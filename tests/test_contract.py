@@ -357,7 +357,7 @@ def gradients_of_many_sequences(dtype):
 
 
 def test_sums_over_sequences_are_not_rounded_on_the_way():
-    """In bfloat16 a running sum that has reached 256 swallows addends below 1; the sum may be off by its last bit alone."""
+    """In bfloat16 a running sum that has reached 256 swallows addends below 1; only the last bit may be off."""
     for name, ours, exact in zip(("dv", "dsink"), *map(gradients_of_many_sequences, (torch.bfloat16, torch.float64))):
         error = ((ours.double() - exact).abs() / exact.abs()).max().item()
         assert error < torch.finfo(torch.bfloat16).eps, f"relative error of {name}"

@@ -50,7 +50,7 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions) -> At
         if getattr(sequences, name) is not None:
             _check_index(name, getattr(sequences, name), q, (batch,))
     if paged:
-        _check_block_table(sequences.block_table, q, batch)
+        _check_block_table(sequences.block_table, "k", k, q, batch)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         _check_count(name, getattr(sequences, name))
     sizes = (batch, int(sequences.max_seqlen_q), int(sequences.max_seqlen_k))
@@ -69,7 +69,7 @@ def kvcache(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions) 
     _check_equal("v_cache", "rows of k_cache", tuple(v_cache.shape[:2]), tuple(k_cache.shape[:2]))
     batch, seqlen_k = q.shape[0], k_cache.shape[1]
     if paged:
-        _check_block_table(cache.block_table, q, batch)
+        _check_block_table(cache.block_table, "k_cache", k_cache, q, batch)
         seqlen_k = seqlen_k * cache.block_table.shape[1]
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(cache, name) is not None:
@@ -313,11 +313,13 @@ def _check_rotary(q, cache: CacheUpdate) -> None:
         raise ValueError(expected("rotary_cos", rule, 2 * cache.rotary_cos.shape[1], "It holds rotary_dim / 2 columns"))
 
 
-def _check_block_table(block_table, q, batch: int) -> None:
+def _check_block_table(block_table, pages_name: str, pages, q, batch: int) -> None:
     _check_is_tensor("block_table", block_table)
     if block_table.ndim != 2 or block_table.shape[0] != batch:
         rule, got = f"shape ({batch}, pages per sequence)", tuple(block_table.shape)
         raise ValueError(expected("block_table", rule, got, "It has one row of page numbers for each sequence"))
+    if not pages.shape[1]:
+        raise ValueError(expected(pages_name, "a page_size of at least 1", 0, "Its shape is (num_pages, page_size, ...)"))
     _check_index_dtype("block_table", block_table)
     _check_device("block_table", block_table, q)
 

@@ -3,6 +3,8 @@
 Rows outside the used part of every sequence are never read; their outputs and gradients are 0 and their lse is -inf.
 """
 
+from dataclasses import replace
+
 import torch
 
 from cute_fa.core.call import PackedSequences
@@ -54,8 +56,12 @@ def forward(q, k, v, sequences: PackedSequences, spec: ScoreSpec, tensors: Score
 
 def backward(dout, dlse, q, k, v, sequences: PackedSequences, spec: ScoreSpec, tensors: ScoreTensors):
     """Gradients of `forward`: dq, dk, dv like q, k, v, and the sink's gradient or None. Shared pages add up."""
+    # Shared pages and the sink are sums over sequences, so all is held in compute dtype and rounded once, at the end.
+    dtype, sink = q.dtype, tensors.learnable_sink
+    q, k, v = (x.to(dense.compute_dtype(dtype)) for x in (q, k, v))
+    tensors = replace(tensors, learnable_sink=None if sink is None else sink.to(q.dtype))
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    dsink = None if tensors.learnable_sink is None else torch.zeros_like(tensors.learnable_sink)
+    dsink = None if sink is None else torch.zeros_like(tensors.learnable_sink)
     for i, (rows, index) in enumerate(sequence_indices(sequences, page_size=k.shape[1])):
         dlse_i = None if dlse is None else dlse[None, :, rows]
         inputs = (q[rows][None], k[index][None], v[index][None])
@@ -67,4 +73,5 @@ def backward(dout, dlse, q, k, v, sequences: PackedSequences, spec: ScoreSpec, t
         dv.index_put_(index, dv_i[0], accumulate=True)
         if dsink is not None:
             dsink += dsink_i
-    return dq, dk, dv, dsink
+    dq, dk, dv = (grad.to(dtype) for grad in (dq, dk, dv))
+    return dq, dk, dv, None if dsink is None else dsink.to(sink.dtype)

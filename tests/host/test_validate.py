@@ -217,6 +217,8 @@ PAGES = {
         "block_table: expected dtype int32 or int64, got float32. Cast it to int32."),
     "block-table-list": ({"block_table": [[0, 1], [2, 3]]}, TypeError,
         "block_table: expected a torch.Tensor, got list. Pass a tensor."),
+    "block-table-empty-pages": ({"k": zeros(5, 0, 2, 16), "v": zeros(5, 0, 2, 16)}, ValueError,
+        "k: expected a page_size of at least 1, got 0. Its shape is (num_pages, page_size, ...)."),
     "block-table-page-too-high": ({"block_table": ints([0, 1], [2, 5])}, ValueError,
         "block_table: expected values between 0 and 4, got [2, 5]. It names pages of the cache."),
     "block-table-page-negative": ({"block_table": ints([-1, 1], [2, 3])}, ValueError,

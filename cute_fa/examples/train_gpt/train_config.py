@@ -46,7 +46,7 @@ class TrainConfig:
             raise ValueError(expected("seed", "a whole number from 0 to 2**63 - 1", self.seed, "Choose another"))
 
 
-# The CPU preset suits two cores and fp32; the GPU preset is a model of GPT-2's size (127M parameters) in bf16.
+# The CPU preset suits two cores and fp32; the GPU preset is a model of GPT-2's size (126M parameters) in bf16.
 PRESETS = {
     "cpu": TrainConfig(
         device="cpu", steps=200, batch=16, seqlen=128, width=128, layers=4, heads=4, learning_rate=4e-3, warmup=30
