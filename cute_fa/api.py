@@ -1,6 +1,7 @@
 """The public functions: flash-attn 2's names, argument order, defaults and return types, and keyword-only extras behind them.
 
-No logic: each function groups its arguments and makes one call down. What all of them share is told in `flash_attn_func`.
+No logic: each function groups its arguments, unpacks what is packed, and calls one operator. What all of them share is
+told in `flash_attn_func`.
 """
 
 from cute_fa.core.call import AttentionOptions, CacheUpdate, PackedSequences
@@ -62,7 +63,8 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule above; the message names it and says what to do.
-        NotSupportedError: the device has no kernel for the call. DeviceError: the GPU is not a Hopper GPU.
+        NotSupportedError: the device has no kernel for the call, or a derivative other than the first in reverse mode is
+            asked for. DeviceError: the GPU is not a Hopper GPU.
 
     Example:
         >>> q, k, v = (torch.randn(2, 1024, 16, 64, requires_grad=True) for _ in range(3))
@@ -99,6 +101,9 @@ def flash_attn_qkvpacked_func(
 
     Returns:
         out, (batch, seqlen, heads, head_dim); or more, as `flash_attn_func` says. Errors are the same too.
+
+    Example:
+        >>> out = cute_fa.flash_attn_qkvpacked_func(torch.randn(2, 1024, 3, 16, 64), causal=True)
     """
     options = AttentionOptions(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -131,6 +136,9 @@ def flash_attn_kvpacked_func(
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim); or more, as `flash_attn_func` says. Errors are the same too.
+
+    Example:
+        >>> out = cute_fa.flash_attn_kvpacked_func(torch.randn(2, 128, 16, 64), torch.randn(2, 1024, 2, 4, 64))
     """
     options = AttentionOptions(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -228,6 +236,10 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns:
         out, (total, heads, head_dim); or more, as `flash_attn_varlen_func` says. Errors are the same too.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> out = cute_fa.flash_attn_varlen_qkvpacked_func(torch.randn(10, 3, 8, 64), cu_seqlens, 7, causal=True)
     """
     options = AttentionOptions(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -267,6 +279,11 @@ def flash_attn_varlen_kvpacked_func(
 
     Returns:
         out, (total_q, heads_q, head_dim); or more, as `flash_attn_varlen_func` says. Errors are the same too.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> q, kv = torch.randn(10, 8, 64), torch.randn(10, 2, 4, 64)
+        >>> out = cute_fa.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 7, 7)
     """
     options = AttentionOptions(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -311,7 +328,8 @@ def flash_attn_with_kvcache(
         k_cache: (num_slots, seqlen_cache, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv, head_dim) with
             block_table. Extended in place when k is given.
         v_cache: like k_cache, with head_dim_v.
-        k, v: (batch, seqlen_new, heads_kv, head_dim) and head_dim_v, appended at row cache_seqlens of each sequence.
+        k, v: (batch, seqlen_new, heads_kv, head_dim) and head_dim_v, appended at row cache_seqlens of each sequence. Slots
+            and pages that receive keys must belong to one sequence each.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2). Row p rotates the key appended at row p; queries are
             rotated by rows cache_seqlens, cache_seqlens + 1, ... if causal, a window or chunks are set, else all by row
             cache_seqlens.
@@ -327,6 +345,12 @@ def flash_attn_with_kvcache(
 
     Raises:
         As `flash_attn_func`; NotSupportedError also when a tensor requires a gradient and gradients are enabled.
+
+    Example:
+        >>> k_cache, v_cache = (torch.zeros(2, 4096, 4, 64) for _ in range(2))
+        >>> q, k, v = torch.randn(2, 1, 16, 64), torch.randn(2, 1, 4, 64), torch.randn(2, 1, 4, 64)
+        >>> lengths = torch.tensor([0, 17], dtype=torch.int32)  # grows by 1 with each call
+        >>> out = cute_fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
     """
     options = AttentionOptions(
         softmax_scale=softmax_scale,

@@ -109,7 +109,7 @@ def test_module_docstring_comes_first(path):
     assert ast.get_docstring(tree(path)), "a module begins with a docstring"
 
 
-@by_path(PACKAGE)
+@by_path(SOURCES)
 def test_asserts_have_messages(path):
     bare = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Assert) and node.msg is None]
     assert not bare, f"asserts without a message in lines {bare}"
@@ -143,17 +143,17 @@ def test_tracked_tree_is_small():
     if listed.returncode:
         pytest.skip("not a git checkout")
     sizes = [(ROOT / name).stat().st_size for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
-    assert sum(sizes) < 10 * 2**20
+    assert sum(sizes) < 10 * 2**20, "tracked files stay below 10 MiB"
 
 
 def test_readme_shows_the_support_table():
-    assert support.markdown_table() in (ROOT / "README.md").read_text()
+    assert support.markdown_table() in (ROOT / "README.md").read_text(), "copy support.markdown_table()"
 
 
 def test_readme_lists_every_environment_variable():
     rows = [f"| `{v.name}` | `{v.default}` | {v.meaning} |" for v in env.VARIABLES]
     readme = (ROOT / "README.md").read_text()
-    assert all(row in readme for row in rows)
+    assert all(row in readme for row in rows), f"rows of the README: {rows}"
     read = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\()["'](CUTE_FA_\w+)""")
     assert not [path for path in PACKAGE if read.search(path.read_text())], "read through core/env.py"
 
@@ -172,17 +172,21 @@ def test_paths_in_documents_exist(path):
 def test_commands_in_documents_exist():
     """Every `cute-fa ...` in a document is a subcommand with these options."""
     text = "\n".join(path.read_text() for path in DOCUMENTS)
+    lone_options, helps = set(re.findall(r"`(--[a-z-]+)(?: [\w./]+)?`", text)), ""
     commands = set(re.findall(r"(?:cute-fa|python3? -m cute_fa) ([a-z]+)((?: --[a-z-]+(?: [\w./]+)?)*)", text))
-    assert {"train", "doctor", "gradcheck"} <= {command for command, _ in commands}
+    assert {"train", "doctor", "gradcheck"} <= {command for command, _ in commands}, "commands are found"
     for command in sorted({command for command, _ in commands}):
         done = subprocess.run([sys.executable, "-m", "cute_fa", command, "--help"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        helps += done.stdout
         for _, options in (pair for pair in commands if pair[0] == command):
-            assert all(option in done.stdout for option in re.findall(r"--[a-z-]+", options)), (command, options)
+            assert all(option in done.stdout for option in re.findall(r"--[a-z-]+", options)), f"{command}{options}"
+    assert {"--text", "--attention"} <= lone_options, "options that stand alone are found"
+    assert all(option in helps for option in lone_options), f"one of {lone_options} is no option of a subcommand"
 
 
 def test_ci_runs_the_readme_test_command():
     readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
     command = "python3 -m venv .venv && .venv/bin/pip install -c third_party/constraints.txt -e '.[dev]' && .venv/bin/"
-    assert f"{command}pytest\n" in script and f"{command}pytest\n" in readme
-    assert f"{command}cute-fa train\n" in readme
+    assert f"{command}pytest\n" in script and f"{command}pytest\n" in readme, "one command for tests"
+    assert f"{command}cute-fa train\n" in readme, "one command for training"

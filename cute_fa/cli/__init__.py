@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, NoReturn
 
 from cute_fa import __version__
-from cute_fa.core.errors import DeviceError, NotSupportedError
+from cute_fa.core.errors import DeviceError, Message, NotSupportedError
 from cute_fa.core.requirements import RICH, TYPER
 
 
@@ -24,6 +24,8 @@ def main() -> None:
     try:
         app(prog_name="cute-fa")
     except (ValueError, TypeError) as error:
+        if not error.args or not isinstance(error.args[0], Message):
+            raise
         fail(error, 2)
     except (NotSupportedError, DeviceError) as error:
         fail(error, 1)

@@ -12,6 +12,10 @@ class DeviceError(RuntimeError):
     """The device cannot run the kernels. The message names the compute capability found and the one needed."""
 
 
-def expected(argument: str, rule: str, got: object, advice: str) -> str:
+class Message(str):
+    """The text of an error about an argument; `cute-fa` shows it alone, while other errors keep their traceback."""
+
+
+def expected(argument: str, rule: str, got: object, advice: str) -> Message:
     """The message `<argument>: expected <rule>, got <value>. <what to do>.`"""
-    return f"{argument}: expected {rule}, got {got}. {advice}."
+    return Message(f"{argument}: expected {rule}, got {got}. {advice}.")

@@ -41,7 +41,3 @@ class AttentionProblem:
     head_dim_v: int
     scores: ScoreSpec
     features: frozenset[str] = frozenset()
-
-    @property
-    def queries_per_kv_head(self) -> int:
-        return self.num_heads_q // self.num_heads_kv

@@ -7,6 +7,8 @@ no TOML reader; the test of this file fails when the two differ. `cute-fa` reads
 import re
 from dataclasses import dataclass
 
+from cute_fa.core.errors import expected
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -35,7 +37,7 @@ def release(version: str) -> tuple[int, ...]:
     """The numbers that a version starts with, without zeros at their end, so that 2.9 and 2.9.0 are equal."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     if not numbers:
-        raise ValueError(f"version: expected a release number, got {version!r}")
+        raise ValueError(expected("version", "a release number", repr(version), "Install a released version"))
     parts = [int(part) for part in numbers[0].split(".")]
     while parts and parts[-1] == 0:
         parts.pop()

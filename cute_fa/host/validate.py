@@ -5,6 +5,8 @@ are for calls on CPU tensors that hold values (`has_values`).
 """
 
 import math
+from collections import Counter
+from numbers import Integral, Real
 
 import torch
 from torch._subclasses import FakeTensor
@@ -16,6 +18,7 @@ from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 
 MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**31 - 1  # No sequence is longer, so wider windows and chunks mean the same.
 
 
 def dense(q, k, v, options: AttentionOptions) -> AttentionProblem:
@@ -75,8 +78,9 @@ def kvcache(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions) 
             if getattr(cache, name) is not None:
                 advice = "Reorder the rows of block_table instead" if name == "cache_batch_idx" else "Drop one of the two"
                 raise NotSupportedError(expected(name, "None together with block_table", "a tensor", advice))
-    elif cache.cache_batch_idx is None:
-        _check_equal("k_cache", "batch size of q", k_cache.shape[0], batch)
+    elif cache.cache_batch_idx is None and k_cache.shape[0] < batch:
+        rule, got = f"a slot for each of {batch} sequences", f"{k_cache.shape[0]} slots"
+        raise ValueError(expected("k_cache", rule, got, "Without cache_batch_idx, sequence b uses slot b"))
     for name in ("cache_batch_idx", "cache_leftpad"):
         if getattr(cache, name) is not None:
             _check_index(name, getattr(cache, name), q, (batch,))
@@ -168,6 +172,7 @@ def kvcache_values(k_cache, cache: CacheUpdate, problem: AttentionProblem) -> No
             raise ValueError(expected("rotary_cos", f"at least {needed} rows", rows, "Compute it for every position"))
     if cache.block_table is not None:
         _check_pages(cache.block_table, [length + seqlen_new for length in lengths], k_cache)
+        _check_appended_pages(cache, k_cache.shape[1], lengths, seqlen_new)
 
 
 def _problem(layout, q, k, v, options: AttentionOptions, sizes, features) -> AttentionProblem:
@@ -209,7 +214,7 @@ def _problem(layout, q, k, v, options: AttentionOptions, sizes, features) -> Att
 
 def _scores(q, options: AttentionOptions) -> ScoreSpec:
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    if not _is_number(scale) or not math.isfinite(scale):
+    if not _is_number(scale) or not -math.inf < scale < math.inf:
         raise ValueError(expected("softmax_scale", "a finite number or None", scale, "None means head_dim ** -0.5"))
     if not _is_number(options.softcap) or not 0 <= options.softcap < math.inf:
         raise ValueError(expected("softcap", "a finite number >= 0", options.softcap, "0 means no softcap"))
@@ -220,7 +225,7 @@ def _scores(q, options: AttentionOptions) -> ScoreSpec:
     if options.pack_gqa not in (None, True, False):
         raise ValueError(expected("pack_gqa", "True, False or None", options.pack_gqa, "None lets the package choose"))
     left, right = _window(options.window_size)
-    mask = MaskSpec(left, 0 if options.causal else right, int(options.attention_chunk))
+    mask = MaskSpec(left, 0 if options.causal else right, min(int(options.attention_chunk), MAX_LENGTH))
     return ScoreSpec(float(scale), mask, float(options.softcap), float(options.dropout_p))
 
 
@@ -229,7 +234,7 @@ def _window(window_size):
     if len(sides) != 2 or not all(side is None or (_is_int(side) and side >= -1) for side in sides):
         rule = "(left, right), each an integer >= -1 or None"
         raise ValueError(expected("window_size", rule, window_size, "-1 and None mean no bound on that side"))
-    return (None if side is None or side == -1 else int(side) for side in sides)
+    return (None if side is None or side == -1 else min(int(side), MAX_LENGTH) for side in sides)
 
 
 def _check_score_tensors(q, options: AttentionOptions, batch: int) -> None:
@@ -242,8 +247,7 @@ def _check_score_tensors(q, options: AttentionOptions, batch: int) -> None:
         rule = " or ".join(str(shape) for shape in shapes)
         if tuple(tensor.shape) not in shapes:
             raise ValueError(expected(name, f"shape {rule}", tuple(tensor.shape), "It has one value for each query head"))
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(expected(name, "a floating-point dtype", _dtype_name(tensor), "Use float32"))
+        _check_floating(name, tensor)
         _check_device(name, tensor, q)
     if options.alibi_slopes is not None and options.alibi_slopes.requires_grad and torch.is_grad_enabled():
         advice = "Detach it; use learnable_sink or a bias for trainable scores"
@@ -299,6 +303,16 @@ def _check_appended(q, k_cache, v_cache, cache: CacheUpdate) -> None:
         _check_device(name, tensor, q)
 
 
+def _check_appended_pages(cache: CacheUpdate, page_size: int, lengths, seqlen_new: int) -> None:
+    """A page that receives keys must serve one sequence alone: what others read there would depend on the schedule."""
+    rows = [row[: -(-(length + seqlen_new) // page_size)] for row, length in zip(cache.block_table.tolist(), lengths)]
+    num_users = Counter(page for row in rows for page in set(row))
+    shared = {page for row, length in zip(rows, lengths) for page in row[length // page_size :] if num_users[page] > 1}
+    if seqlen_new and shared:
+        rule = "pages of its own for the keys that a sequence appends"
+        raise ValueError(expected("block_table", rule, f"shared pages {sorted(shared)}", "Copy a page before it is extended"))
+
+
 def _check_rotary(q, cache: CacheUpdate) -> None:
     if cache.rotary_cos is None and cache.rotary_sin is None:
         return
@@ -306,6 +320,7 @@ def _check_rotary(q, cache: CacheUpdate) -> None:
         raise ValueError(expected("k", "a tensor together with rotary_cos", None, "Rotary applies to appended keys"))
     for name in ("rotary_cos", "rotary_sin"):
         _check_rank(name, getattr(cache, name), "(seqlen_rotary, rotary_dim / 2)")
+        _check_floating(name, getattr(cache, name))
         _check_device(name, getattr(cache, name), q)
     _check_equal("rotary_sin", "shape of rotary_cos", tuple(cache.rotary_sin.shape), tuple(cache.rotary_cos.shape))
     if 2 * cache.rotary_cos.shape[1] > q.shape[-1]:
@@ -361,6 +376,11 @@ def _check_rank(name: str, tensor, layout: str) -> None:
         )
 
 
+def _check_floating(name: str, tensor) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(expected(name, "a floating-point dtype", _dtype_name(tensor), "Use float32"))
+
+
 def _check_is_tensor(name: str, tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(expected(name, "a torch.Tensor", type(tensor).__name__, "Pass a tensor"))
@@ -383,11 +403,11 @@ def _check_count(name: str, value, advice: str = "Pass a length") -> None:
 
 
 def _is_int(value) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, torch.SymFloat, Real)) and not isinstance(value, bool)
 
 
 def _dtype_name(tensor) -> str:

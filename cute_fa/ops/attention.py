@@ -4,10 +4,11 @@
 operator. The operators take one flat list of arguments, `Call`, because a torch schema knows no groups.
 """
 
-from dataclasses import fields
+import dataclasses
 from typing import NamedTuple, Optional
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_fa.core.call import AttentionOptions, PackedSequences
 from cute_fa.core.errors import NotSupportedError, expected
@@ -20,6 +21,8 @@ from cute_fa.reference import varlen as reference_varlen
 from cute_fa.reference.dense import ScoreTensors
 
 Tensor = torch.Tensor
+_SEQUENCE_FIELDS = tuple(field.name for field in dataclasses.fields(PackedSequences))
+_DENSE = PackedSequences(None, None, 0, 0)
 
 
 class Call(NamedTuple):
@@ -49,7 +52,7 @@ class Call(NamedTuple):
         """None in a dense call."""
         if self.cu_seqlens_q is None:
             return None
-        return PackedSequences(**{field.name: getattr(self, field.name) for field in fields(PackedSequences)})
+        return PackedSequences(**{name: getattr(self, name) for name in _SEQUENCE_FIELDS})
 
     @property
     def scores(self) -> ScoreSpec:
@@ -67,7 +70,7 @@ _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
 def dense(q, k, v, options: AttentionOptions):
     """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options` asks for (see `api`)."""
     q, k, v = autocast(q, k, v)
-    return _attend(q, k, v, validate.dense(q, k, v, options), options, None)
+    return _attend(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
 
 
 def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
@@ -76,28 +79,23 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
     problem = validate.varlen(q, k, v, sequences, options)
     if validate.has_values(q):
         validate.varlen_values(q, k, sequences)
-    return _attend(q, k, v, problem, options, sequences)
+    lengths = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}  # ints, where tensors were given
+    return _attend(q, k, v, problem, options, dataclasses.replace(sequences, **lengths))
 
 
-def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: Optional[PackedSequences]):
+def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences):
     support.require(problem, q.device)
+    _refuse_forward_mode(q, k, v, options.learnable_sink)
     scores = problem.scores
     rng_state = None
     if scores.dropout_p:
         # Seed and offset come from torch's generator of the device, so manual_seed, fork_rng, checkpointing and graphs work.
         rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    packed = sequences is not None
     call = Call(
         alibi_slopes=options.alibi_slopes,
         learnable_sink=options.learnable_sink,
         rng_state=rng_state,
-        cu_seqlens_q=sequences.cu_seqlens_q if packed else None,
-        cu_seqlens_k=sequences.cu_seqlens_k if packed else None,
-        seqused_q=sequences.seqused_q if packed else None,
-        seqused_k=sequences.seqused_k if packed else None,
-        block_table=sequences.block_table if packed else None,
-        max_seqlen_q=problem.seqlen_q if packed else 0,
-        max_seqlen_k=problem.seqlen_k if packed else 0,
+        **{name: getattr(sequences, name) for name in _SEQUENCE_FIELDS},
         softmax_scale=scores.scale,
         window_left=scores.mask.left,
         window_right=scores.mask.right,
@@ -111,6 +109,15 @@ def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, seque
     if options.return_attn_probs:
         return out, lse, probs
     return (out, lse) if options.return_lse else out
+
+
+def _refuse_forward_mode(*tensors):
+    """The operators have no forward-mode derivative; without this, torch would take it to be zero."""
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        advice = "Use backward or torch.autograd.grad"
+        raise NotSupportedError(expected("q", "reverse-mode differentiation", "a forward-mode tangent", advice))
 
 
 def _probs_shape(q, k, call: Call):
@@ -162,7 +169,7 @@ def _setup_context(ctx, inputs, output):
     q, k, v, *flat = inputs
     out, lse, probs = output
     ctx.mark_non_differentiable(probs)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # an lse outside the loss gives no dlse, and a kernel then skips that term
     ctx.save_for_backward(q, k, v, out, lse, *flat[:_NUM_CALL_TENSORS])
     ctx.scalars = flat[_NUM_CALL_TENSORS:]
 

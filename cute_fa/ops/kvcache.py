@@ -49,8 +49,9 @@ class Call(NamedTuple):
 
 def attend(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions):
     """Attention over a cache; returns (out, lse) or out as `options.return_lse` says (see `api`)."""
-    q, k, v = autocast(q, cache.k, cache.v)
-    cache = dataclasses.replace(cache, k=k, v=v)
+    if getattr(k_cache, "dtype", None) != torch.float32:  # autocast does not reach what the cache holds already
+        q, k, v = autocast(q, cache.k, cache.v)
+        cache = dataclasses.replace(cache, k=k, v=v)
     problem = validate.kvcache(q, k_cache, v_cache, cache, options)
     support.require(problem, q.device)
     lengths = cache.cache_seqlens

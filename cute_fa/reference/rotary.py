@@ -14,10 +14,9 @@ def apply_rotary(x, cos, sin, positions, interleaved: bool):
     (GPT-NeoX). Computed in fp32 or wider, returned in x's dtype.
     """
     rotary_dim = 2 * cos.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos[positions][:, None].to(wide), sin[positions][:, None].to(wide)
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
     pairs = "s h (r two) -> two s h r" if interleaved else "s h (two r) -> two s h r"
-    a, b = rearrange(x[..., :rotary_dim].to(wide), pairs, two=2)
+    a, b = rearrange(x[..., :rotary_dim].to(torch.promote_types(x.dtype, torch.float32)), pairs, two=2)
     rotated = torch.stack((a * cos - b * sin, b * cos + a * sin))
     rotated = rearrange(rotated, " -> ".join(reversed(pairs.split(" -> "))))
     return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)

@@ -9,7 +9,7 @@ import pytest
 
 import cute_fa
 from cute_fa.cli import main
-from cute_fa.core.errors import DeviceError, NotSupportedError
+from cute_fa.core.errors import DeviceError, NotSupportedError, expected
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -55,8 +55,8 @@ def test_unknown_subcommand(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "error, code",
     [
-        pytest.param(ValueError("steps: expected at least 1, got 0. Give more."), 2, id="value"),
-        pytest.param(TypeError("q: expected a tensor, got list. Give a tensor."), 2, id="type"),
+        pytest.param(ValueError(expected("steps", "at least 1", 0, "Give more")), 2, id="value"),
+        pytest.param(TypeError(expected("q", "a tensor", "list", "Give a tensor")), 2, id="type"),
         pytest.param(NotSupportedError("softcap: expected 0, got 3.0. Drop it."), 1, id="not-supported"),
         pytest.param(DeviceError("q: expected (9, 0), got (8, 0). Use the CPU."), 1, id="device"),
     ],
@@ -67,14 +67,14 @@ def test_users_errors_are_one_line(error, code, monkeypatch, capsys):
 
 
 def test_message_of_several_lines_becomes_one(monkeypatch, capsys):
-    monkeypatch.setattr("cute_fa.cli.doctor.doctor", raising(ValueError("first\n  second\n")))
-    assert run_main(monkeypatch, capsys, "doctor") == (2, "", "cute-fa: first second\n"), "lines are joined"
+    monkeypatch.setattr("cute_fa.cli.doctor.doctor", raising(NotSupportedError("first\n  second\n")))
+    assert run_main(monkeypatch, capsys, "doctor") == (1, "", "cute-fa: first second\n"), "lines are joined"
 
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("ours"), NotImplementedError("ours"), KeyError("ours")],
-    ids=["runtime", "not-implemented", "key"],
+    [RuntimeError("ours"), NotImplementedError("ours"), KeyError("ours"), ValueError("ours"), TypeError()],
+    ids=["runtime", "not-implemented", "key", "value", "type"],
 )
 def test_other_errors_pass(error, monkeypatch):
     monkeypatch.setattr("cute_fa.cli.doctor.doctor", raising(error))

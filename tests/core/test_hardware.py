@@ -44,16 +44,18 @@ def test_limits_of_sm_90():
     assert hardware.REGISTERS_PER_SM == 65536, "256 KiB of 4-byte registers"
     assert hardware.MAX_REGISTERS_PER_THREAD == 255, "8-bit register numbers, one of which is RZ"
     assert hardware.WARPGROUP_THREADS == 128, "four warps"
+    assert hardware.TENSOR_FLOPS_PER_CLOCK_PER_SM == 4 * 512 * 2, "4 tensor cores, 512 multiplications and additions each"
 
 
 @pytest.mark.parametrize("gpu", [H100_SXM, H100_PCIE, H200, GH200], ids=lambda gpu: gpu.name.replace(" ", "-"))
 def test_peak_is_the_tensor_rate_at_an_allowed_clock(gpu):
-    clock_mhz = gpu.peak_bf16_tflops * 1e6 / (4096 * gpu.num_sms)
+    clock_mhz = gpu.peak_bf16_tflops * 1e6 / (hardware.TENSOR_FLOPS_PER_CLOCK_PER_SM * gpu.num_sms)
     assert 1600 < clock_mhz < (gpu.max_sm_clock_mhz or 1980), f"{gpu.name} would run at {clock_mhz} MHz"
 
 
-def test_roofline_of_h100():
+def test_roofline_of_h100_and_h200():
     assert H100_SXM.ridge_intensity == pytest.approx(295.2, abs=0.05), "989 TFLOP/s / 3.35 TB/s"
+    assert H200.ridge_intensity == pytest.approx(206.0, abs=0.05), "the same peak over 4.8 TB/s"
     assert H100_SXM.attainable_tflops(100) == pytest.approx(335), "100 FLOP per byte at 3.35 TB/s"
     assert H100_SXM.attainable_tflops(1000) == 989, "limited by the tensor cores"
 

@@ -25,19 +25,6 @@ def problem(**changes) -> AttentionProblem:
     return AttentionProblem(**{**facts, **changes})
 
 
-@pytest.mark.parametrize(
-    "heads_q, heads_kv, group",
-    [
-        pytest.param(12, 12, 1, id="mha"),
-        pytest.param(12, 4, 3, id="gqa"),
-        pytest.param(7, 1, 7, id="mqa"),
-    ],
-)
-def test_queries_per_kv_head(heads_q, heads_kv, group):
-    found = problem(num_heads_q=heads_q, num_heads_kv=heads_kv).queries_per_kv_head
-    assert found == group, f"{heads_q} query heads on {heads_kv}"
-
-
 def test_equal_facts_are_one_key():
     assert {problem(): "first", problem(): "second"} == {problem(): "second"}, "equal problems are one key"
 

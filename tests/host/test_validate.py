@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -241,8 +242,8 @@ CACHE = {
     "heads-not-a-multiple": ({"q": zeros(2, 1, 3, 16)}, ValueError,
         "q: expected a number of heads that is a multiple of the 2 heads of k_cache, got 3. "
         "Each key-value head serves equally many query heads."),
-    "slots-unlike-batch": ({"k_cache": zeros(3, 8, 2, 16), "v_cache": zeros(3, 8, 2, 16)}, ValueError,
-        "k_cache: expected the batch size of q, 2, got 3. Check the shapes."),
+    "fewer-slots-than-sequences": ({"k_cache": zeros(1, 8, 2, 16), "v_cache": zeros(1, 8, 2, 16)}, ValueError,
+        "k_cache: expected a slot for each of 2 sequences, got 1 slots. Without cache_batch_idx, sequence b uses slot b."),
     "k-without-v": ({"v": None}, ValueError, "v: expected a tensor together with k, got None. Pass both, or neither."),
     "v-without-k": ({"k": None}, ValueError, "k: expected a tensor together with v, got None. Pass both, or neither."),
     "k-without-cache-seqlens": ({"cache_seqlens": None}, ValueError,
@@ -282,6 +283,8 @@ CACHE = {
         "k: expected a tensor together with rotary_cos, got None. Rotary applies to appended keys."),
     "rotary-without-sin": ({"rotary_sin": None}, TypeError,
         "rotary_sin: expected a torch.Tensor, got NoneType. Pass a tensor."),
+    "rotary-integers": ({"rotary_sin": ints(*[[1] * 8] * 8)}, TypeError,
+        "rotary_sin: expected a floating-point dtype, got int32. Use float32."),
     "rotary-short": ({"rotary_cos": zeros(5, 8), "rotary_sin": zeros(5, 8)}, ValueError,
         "rotary_cos: expected at least 6 rows, got 5 rows. Compute it for every position."),
     "rotary-short-for-queries": ({"q": zeros(2, 4, 4, 16), "causal": True}, ValueError,
@@ -306,6 +309,9 @@ CACHE_PAGES = {
         "cache_leftpad: expected None together with block_table, got a tensor. Drop one of the two."),
     "block-table-page": ({"block_table": ints([0, 9], [2, 7])}, ValueError,
         "block_table: expected values between 0 and 4, got [2, 7]. It names pages of the cache."),
+    "appends-to-a-shared-page": ({"block_table": ints([2, 1], [2, 3])}, ValueError,
+        "block_table: expected pages of its own for the keys that a sequence appends, got shared pages [2]. "
+        "Copy a page before it is extended."),
     "pages-too-few-for-append": ({"cache_seqlens": ints(8, 5)}, ValueError,
         "cache_seqlens: expected values between 0 and 7, the cache's 8 rows less 1 to append, got [8, 5]. "
         "Pass a longer cache, or fewer keys."),
@@ -518,3 +524,23 @@ def test_message_of_packed_rank():
         cute_fa.flash_attn_qkvpacked_func(zeros(2, 4, 3, 16))
     message = "qkv: expected 5 dimensions (batch, seqlen, 3, heads, head_dim), got 4: (2, 4, 3, 16). Reshape it."
     assert str(caught.value) == message, "message"
+
+
+def test_numpy_scalars_are_numbers():
+    q = torch.randn(4, 2, 8)
+    cu_seqlens = ints(0, 4)
+
+    def call(integer, number):
+        lengths = (cu_seqlens, cu_seqlens, integer(4), integer(4))
+        window = (integer(1), integer(0))
+        rest = dict(window_size=window, softmax_scale=number(0.5), attention_chunk=integer(3))
+        return cute_fa.flash_attn_varlen_func(q, q, q, *lengths, **rest)
+
+    assert torch.equal(call(numpy.int64, numpy.float32), call(int, float)), "NumPy's scalars are taken as Python's"
+
+
+@pytest.mark.parametrize("options", [{"window_size": (2**70, 2**70)}, {"attention_chunk": 2**70}], ids=["window", "chunk"])
+def test_bounds_wider_than_any_sequence(options):
+    q = torch.randn(1, 4, 2, 8)
+    found = cute_fa.flash_attn_func(q, q, q, **options)
+    torch.testing.assert_close(found, cute_fa.flash_attn_func(q, q, q))

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
@@ -247,3 +248,48 @@ def test_export():
     assert "cute_fa.attention_forward.default" in targets, "the operator is one node"
     x = torch.randn(2, 33, 16)
     assert torch.equal(exported.module()(x), block(x)), "exported and eager differ"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "learnable_sink"])
+def test_forward_mode_is_refused(name):
+    """Without the refusal torch takes the derivative of an operator to be zero."""
+    tensors = dict(zip("qkv", (x.detach() for x in leaves(1, 3, 3))), learnable_sink=torch.zeros(4))
+
+    def loss(x):
+        return cute_fa.flash_attn_func(**{**tensors, name: x}).sum()
+
+    message = "^q: expected reverse-mode differentiation, got a forward-mode tangent. Use backward or torch.autograd.grad.$"
+    with pytest.raises(NotSupportedError, match=message):
+        torch.func.jvp(loss, (tensors[name],), (torch.ones_like(tensors[name]),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotSupportedError, match=message):
+        loss(torch.autograd.forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name])))
+
+
+def test_lse_outside_the_loss_gives_no_dlse():
+    """Backward kernels skip the term; torch would make a tensor of zeros by default."""
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.cute_fa.attention_backward.default:
+                seen.append(args[1])
+            return function(*args, **(kwargs or {}))
+
+    seen, inputs = [], leaves(1, 3, 3)
+    out, lse = cute_fa.flash_attn_func(*inputs, return_lse=True)
+    with Recorder():
+        torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        torch.autograd.grad(lse.sum(), inputs)
+    assert seen[0] is None and torch.equal(seen[1], torch.ones_like(lse)), "dlse of out alone, and of lse alone"
+
+
+def test_compiled_scalars_may_change():
+    """A second head_dim, scale or softcap makes torch treat them as symbols; checks must be traceable with these too."""
+
+    def call(q, k, v, scale, softcap):
+        return cute_fa.flash_attn_func(q, k, v, softmax_scale=scale, softcap=softcap)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for head_dim, scale, softcap in ((8, None, 0.0), (16, None, 0.0), (16, 0.5, 2.0), (16, 0.25, 3.0), (24, 0.75, 4.0)):
+        q, k, v = (torch.randn(1, 5, 2, head_dim) for _ in range(3))
+        found, wanted = (function(q, k, v, scale, softcap) for function in (compiled, call))
+        assert torch.equal(found, wanted), f"compiled and eager differ at {head_dim}, {scale}, {softcap}"

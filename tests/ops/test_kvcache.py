@@ -158,3 +158,33 @@ def test_no_gradient_is_recorded():
     with torch.no_grad():
         out = cute_fa.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=3)
     assert not out.requires_grad and not cache.requires_grad, "a gradient was recorded"
+
+
+def test_slots_without_a_sequence_stay():
+    """Without cache_batch_idx sequence b uses slot b; a cache may have more slots."""
+    q, k, v = (torch.randn(2, 1, heads, 8) for heads in (4, 2, 2))
+    caches = torch.randn(2, 5, 8, 2, 8)
+    before = caches.clone()
+    found = decode(q, *caches, k, v, ints(3, 5))
+    wanted = decode(q, *before[:, :2].clone(), k, v, ints(3, 5))
+    assert all(map(torch.equal, found, wanted)), "the first two slots are those of the two sequences"
+    assert torch.equal(caches[:, 2:], before[:, 2:]), "slots 2 to 4 are untouched"
+
+
+def test_shared_pages_before_the_append():
+    """A full page may serve two sequences while each appends to a page of its own."""
+    q, k, v = (torch.randn(2, 1, heads, 8) for heads in (4, 2, 2))
+    caches = torch.randn(2, 4, 4, 2, 8)
+    rest = dict(cache_seqlens=ints(4, 4), block_table=torch.tensor([[0, 1], [0, 2]]), causal=True)
+    out = cute_fa.flash_attn_with_kvcache(q, *caches, k, v, **rest)
+    for b in range(2):
+        rows = [torch.cat((cache[0], new[b]))[None] for cache, new in zip(caches, (k, v))]
+        torch.testing.assert_close(out[b : b + 1], plain_attention(q[b : b + 1], *rows)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_leaves_a_float32_cache_alone():
+    q, k, v = (torch.randn(2, 1, heads, 8) for heads in (4, 2, 2))
+    caches = torch.randn(2, 2, 8, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = decode(q, *caches.clone(), k, v, 3)
+    assert torch.equal(out, decode(q, *caches, k, v, 3)[0]), "as without autocast, in the dtype of the cache"
