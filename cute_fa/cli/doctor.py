@@ -262,7 +262,7 @@ def check_gpu() -> Finding:
     usable = [str(index) for index, (_, capability) in enumerate(gpus) if capability == COMPUTE_CAPABILITY]
     if not usable:
         fix = f"Kernels need compute capability {wanted} (H100, H200, H20, GH200); here, {ON_CPU}"
-        return Finding(FAULT, "GPU", found, fix)
+        return Finding(NOTE, "GPU", found, fix)
     try:
         import_module("torch").cuda.init()
     except Exception as error:

@@ -27,7 +27,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Total number of steps: 200 on a CPU, 500 on a GPU.")] = None,
     text: Annotated[Path | None, typer.Option(help="File to train on, else Python's standard library.")] = None,
     attention: Annotated[str | None, typer.Option(help="cute_fa, or torch's sdpa to compare.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where a GPU runs the attention.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run, else runs/<date and time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with; --steps may extend it.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step: 16 on a CPU, 32 on a GPU.")] = None,
@@ -40,7 +40,7 @@ def train(
     from cute_fa.core.errors import expected
     from cute_fa.examples.train_gpt.interrupt import on_interrupt
     from cute_fa.examples.train_gpt.run_folder import RunFolder
-    from cute_fa.examples.train_gpt.train_config import preset
+    from cute_fa.examples.train_gpt.train_config import TrainConfig, preset
     from cute_fa.examples.train_gpt.trainer import Trainer
 
     # Threads of torch that fill every core wait for whichever of them another process has pushed aside: two on two
@@ -54,14 +54,24 @@ def train(
             name, value = unwanted.popitem()
             raise ValueError(expected(name, "no value beside resume", value, "Leave it out: the run keeps its own"))
         folder = RunFolder(resume)
-        trainer = Trainer.from_state(folder.load(), **given(steps=steps, device=device))
+        state, changes = folder.load(), given(steps=steps, device=device)
+        refused = refusal(TrainConfig(**state["config"] | changes))
+        if refused:
+            raise type(refused)(f"{refused} Use --device cpu.")
+        trainer = Trainer.from_state(state, **changes)
     else:
         folder = RunFolder(out or Path("runs", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
         folder.check_new()
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        trainer = Trainer(preset(device, **given(steps=steps), **fixed))
+        facts = given(steps=steps) | fixed
+        config = preset(device or ("cuda" if torch.cuda.is_available() else "cpu"), **facts)
+        refused = refusal(config)
+        if refused and device:
+            raise type(refused)(f"{refused} Use --device cpu, or --attention sdpa.")
+        trainer = Trainer(preset("cpu", **facts) if refused else config)
 
     report = Report(Console(highlight=False, markup=False, soft_wrap=True), trainer, folder)
+    if refused:
+        report.say(f"The GPU is not used, --attention sdpa would use it: {refused}")
     report.open()
     progress = report.bar if report.console.is_terminal else report.lines
     with on_interrupt(trainer.stop), progress() as show:
@@ -78,6 +88,23 @@ def train(
 def given(**options) -> dict:
     """The options that have a value."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def refusal(config) -> Exception | None:
+    """Why cute_fa has no kernel for this run on the GPU, or None. Asks the public call, with an empty batch."""
+    import torch
+
+    import cute_fa
+    from cute_fa.core.errors import DeviceError, NotSupportedError
+
+    if config.attention != "cute_fa" or config.device != "cuda" or not torch.cuda.is_available():
+        return None
+    shape = (0, config.seqlen, config.heads, config.width // config.heads)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    try:
+        cute_fa.flash_attn_func(*(torch.empty(shape, **options) for _ in range(3)), causal=True)
+    except (DeviceError, NotSupportedError) as error:
+        return error
 
 
 class Report:
@@ -162,6 +189,7 @@ class Report:
         self.say(f"held out  {validation:.3f} nats or {validation / math.log(2):.3f} bits per byte")
         self.say(f"speed     {speed}, {seconds:.0f} s for training")
         self.say(f"files     {self.folder.path}: {files}")
-        sample = self.trainer.sample(SAMPLE_BYTES).decode(errors="replace")
-        visible = "".join(letter if letter.isprintable() or letter == "\n" else "." for letter in sample)
+        sample = self.trainer.sample(SAMPLE_BYTES)
+        # ASCII alone, which every terminal's encoding can show.
+        visible = "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "." for byte in sample)
         self.say(f"sample\n{textwrap.indent(visible, '          ')}")

@@ -20,21 +20,21 @@ def run(*arguments):
 
 def test_every_option_and_packed_form_is_a_case():
     options = {"full", "causal", "window", "chunk", "softcap", "alibi", "sink", "dropout", "lse"}
-    assert options | {"varlen", "seqused", "block_table"} <= set(case_names())
+    assert options | {"varlen", "seqused", "block_table"} <= set(case_names()), "each can be checked alone"
 
 
 @pytest.mark.parametrize("option", ["causal", "sink", "varlen"])
 def test_right_results_pass(option):
     result = run("--option", option)
     assert result.exit_code == 0, result.output
-    assert "bf16" in result.output and "fp16" in result.output
-    assert "1 options: 0 beyond their bound" in result.output
+    assert "bf16" in result.output and "fp16" in result.output, "both dtypes have a row"
+    assert "1 options: 0 beyond their bound" in result.output, "the summary counts one option and no miss"
 
 
 def test_verbose_prints_every_tensor():
     lines = run("--option", "sink", "--verbose").output.splitlines()
     tensors = {line.split()[3] for line in lines if ": error " in line}
-    assert tensors == {"out:", "lse:", "dq:", "dk:", "dv:", "dsink:"}
+    assert tensors == {"out:", "lse:", "dq:", "dk:", "dv:", "dsink:"}, "the outputs and the gradient of each input"
 
 
 def test_a_wrong_gradient_is_a_miss(monkeypatch):
@@ -45,9 +45,9 @@ def test_a_wrong_gradient_is_a_miss(monkeypatch):
 
     monkeypatch.setattr(cute_fa, "flash_attn_func", wrong)
     result = run("--option", "full")
-    assert result.exit_code == 1
+    assert result.exit_code == 1, result.output
     misses = [line for line in result.output.splitlines() if line.startswith("MISS")]
-    assert misses and all(" dk:" in line for line in misses)
+    assert misses and all(" dk:" in line for line in misses), f"dk alone is wrong, got {misses}"
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_wrong_arguments_are_one_line(arguments, message):
     command = [sys.executable, "-m", "cute_fa", "gradcheck", *arguments]
     # An empty list of devices makes every machine one without a GPU.
     done = subprocess.run(command, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
-    assert done.returncode == 2
-    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_fa.cli import main
-from cute_fa.cli.train import Report
-from cute_fa.core.errors import NotSupportedError
+from cute_fa.cli import train as train_file
+from cute_fa.cli.train import Report, refusal
+from cute_fa.core.errors import DeviceError, NotSupportedError
 from cute_fa.examples.train_gpt.run_folder import RunFolder
 from cute_fa.examples.train_gpt.train_config import preset
 from cute_fa.examples.train_gpt.trainer import StepResult, Trainer
@@ -112,7 +115,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on():
         pytest.param(("--device", "tpu"), "device: expected cpu or cuda, got tpu.", id="device"),
         pytest.param(("--seqlen", "500"), "text: expected at least 1002 bytes", id="short-text"),
         pytest.param(("--text", "missing"), "text: expected a file, got", id="missing-text"),
-        pytest.param(("--out", "text"), "out: expected a folder, got text.", id="file-as-folder"),
+        pytest.param(("--out", "text"), "out: expected a folder that can be written, got text (", id="file-as-folder"),
+        pytest.param(("--out", "text/x"), "out: expected a folder that can be written, got text/x", id="below-a-file"),
         pytest.param(("--out", "earlier"), "out: expected a folder without a run, got earlier.", id="earlier-run"),
     ],
 )
@@ -137,6 +141,78 @@ def test_resume_of_nothing(command):
     assert code == 2 and "resume: expected a folder with checkpoint.pt, got nowhere." in err, err
 
 
+def test_resume_of_a_damaged_checkpoint(command):
+    Path("here").mkdir()
+    Path("here", "checkpoint.pt").write_text("half")
+    code, out, err = command("--resume", "here")
+    assert (code, out) == (2, "") and err.count("\n") == 1, f"one line, got {err}"
+    assert err.startswith("cute-fa: resume: expected a folder whose checkpoint.pt can be read, got here ("), err
+
+
+@pytest.fixture
+def gpu_without_kernel(monkeypatch):
+    """A machine whose GPU torch can use and cute_fa cannot; no tensor ever goes there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def refuse(config):
+        is_refused = (config.device, config.attention) == ("cuda", "cute_fa")
+        return DeviceError("q: expected capability 9.0, got 8.0. Use an H100.") if is_refused else None
+
+    monkeypatch.setattr(train_file, "refusal", refuse)
+
+
+def test_default_device_is_the_cpu_where_the_gpu_has_no_kernel(gpu_without_kernel, command):
+    code, out, err = command(*SMALL[2:], "--steps", "1", "--out", "here")
+    assert (code, err) == (0, ""), "trains"
+    reason = "The GPU is not used, --attention sdpa would use it: q: expected capability 9.0, got 8.0. Use an H100.\n"
+    assert out.startswith(f"{reason}cute_fa attention, 0.85 M parameters, CPU: "), "on the CPU, and says why"
+
+
+@pytest.mark.parametrize("attention", ["cute_fa", "sdpa"])
+def test_default_device_is_the_gpu_where_the_attention_runs(attention, command, monkeypatch):
+    def stop(self, config):
+        raise NotSupportedError(f"{config.device}, {config.width}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Trainer, "__init__", stop)
+    if attention == "cute_fa":
+        monkeypatch.setattr(train_file, "refusal", lambda config: None)
+    assert command(*SMALL[2:], "--attention", attention) == (1, "", "cute-fa: cuda, 1024\n"), "with the GPU's preset"
+
+
+def test_named_gpu_without_kernel_is_refused(gpu_without_kernel, command):
+    code, out, err = command("--device", "cuda", "--out", "here")
+    message = "q: expected capability 9.0, got 8.0. Use an H100. Use --device cpu, or --attention sdpa."
+    assert (code, out, err) == (1, "", f"cute-fa: {message}\n"), "the same error, with advice for the command line"
+    assert not Path("here").exists(), "nothing is left behind"
+
+
+def test_resume_on_a_gpu_without_kernel_is_refused(gpu_without_kernel, command):
+    assert command(*SMALL, "--steps", "1", "--out", "here")[0] == 0, "trains on the CPU"
+    code, _, err = command("--resume", "here", "--steps", "2", "--device", "cuda")
+    message = "q: expected capability 9.0, got 8.0. Use an H100. Use --device cpu."
+    assert (code, err) == (1, f"cute-fa: {message}\n"), "a run keeps its attention, so only the device is advised"
+    assert len(steps_and_losses("here")) == 1, "and its files"
+
+
+def test_refusal_asks_the_public_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():  # CUDA tensors on any machine
+        refused = refusal(preset("cuda"))
+        assert isinstance(refused, DeviceError) and "8.0" in str(refused), f"an older GPU has no kernels, got {refused}"
+        assert refusal(preset("cuda", attention="sdpa")) is None, "torch's attention runs on any GPU"
+        assert refusal(preset("cpu")) is None, "the CPU needs no kernel"
+        monkeypatch.setattr("cute_fa.flash_attn_func", lambda q, k, v, causal: q)
+        assert refusal(preset("cuda")) is None, "a call that returns is supported"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_named_gpu_where_there_is_none(command):
+    code, _, err = command("--device", "cuda")
+    assert code == 2 and err.startswith("cute-fa: device: expected cpu where torch finds no GPU, got cuda."), err
+
+
 def test_missing_kernel_is_one_line(command, monkeypatch):
     def refuse(self):
         raise NotSupportedError("q: expected a CPU tensor, got cuda. Use sdpa.")
@@ -145,6 +221,12 @@ def test_missing_kernel_is_one_line(command, monkeypatch):
     code, _, err = command(*SMALL, "--out", "here")
     assert (code, err) == (1, "cute-fa: q: expected a CPU tensor, got cuda. Use sdpa.\n"), "its own message"
     assert not Path("here").exists(), "the folder stays free for the next try"
+
+
+def test_sample_is_shown_in_ascii(command, monkeypatch):
+    monkeypatch.setattr(Trainer, "sample", lambda self, num_bytes: "a\té\0~".encode() + b"\x7f\xff\n b")
+    out = command(*SMALL, "--steps", "1", "--out", "here")[1]
+    assert out.endswith("sample\n          a....~..\n           b\n"), f"a dot for each other byte, got {out}"
 
 
 def test_without_matplotlib(command, monkeypatch):

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cute_fa.examples.train_gpt import run_folder
 from cute_fa.examples.train_gpt.run_folder import RunFolder
 from cute_fa.examples.train_gpt.train_config import preset
 from cute_fa.examples.train_gpt.trainer import StepResult, Trainer
@@ -57,6 +59,17 @@ def test_stopped_run_goes_on_with_one_row_a_step(folder, config):
     assert losses[0] == losses[1], "steps and losses as if nothing had happened"
 
 
+def test_saves_each_minute_so_that_a_killed_run_can_go_on(folder, config, monkeypatch):
+    seconds, saved = 0, []
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=lambda: seconds))
+    for _ in folder.record(Trainer(replace(config, steps=8))):
+        saved.append(folder.load()["step"] if folder.checkpoint.exists() else None)
+        seconds += 25
+    # Step i ends at 25 i seconds: the first at 60 or later is step 3 at 75, from there it is step 6 at 150.
+    assert saved == [None, None, None, 4, 4, 4, 7, 7], "steps in the checkpoint after each step"
+    assert folder.load()["step"] == 8, "and it is saved at the end"
+
+
 def test_rows_after_the_last_checkpoint_are_trained_again(folder, config):
     list(folder.record(Trainer(replace(config, steps=3))))
     with folder.log.open("a") as file:
@@ -77,29 +90,72 @@ def test_nothing_is_created_before_the_first_step(folder, config, monkeypatch):
     assert not folder.path.exists(), "so the same folder can be named again"
 
 
-@pytest.mark.parametrize("name", ["log.csv", "checkpoint.pt"])
-def test_folder_with_a_run_is_refused(name, folder):
+@pytest.mark.parametrize(
+    "names, advice",
+    [
+        pytest.param(
+            ["log.csv", "checkpoint.pt"], "Go on with it by --resume {}, or choose another folder.", id="saved"
+        ),
+        pytest.param(
+            ["log.csv"], "It was killed before its first checkpoint: remove it, or choose another folder.", id="killed"
+        ),
+    ],
+)
+def test_folder_with_a_run_is_refused(names, advice, folder):
     folder.check_new()
     folder.path.mkdir(parents=True)
     folder.check_new()
-    (folder.path / name).write_text("")
+    for name in names:
+        (folder.path / name).write_text("")
     with pytest.raises(ValueError) as caught:
         folder.check_new()
-    assert str(caught.value) == (
-        f"out: expected a folder without a run, got {folder.path}. "
-        f"Go on with it by --resume {folder.path}, or choose another folder."
-    ), "advises"
+    message = f"out: expected a folder without a run, got {folder.path}. {advice.format(folder.path)}"
+    assert str(caught.value) == message, "says what can be done"
 
 
-def test_file_in_place_of_the_folder_is_refused(folder):
-    folder.path.parent.mkdir()
-    folder.path.write_text("")
-    with pytest.raises(ValueError, match="^out: expected a folder, got .*/runs/one. Choose another name.$"):
-        folder.check_new()
+def test_check_leaves_nothing(folder, tmp_path):
+    folder.check_new()
+    assert not list(tmp_path.iterdir()), "neither the folder nor a file in the one above"
+
+
+# A folder that cannot be written even by root is or lies below a regular file, or is a link to nowhere.
+@pytest.mark.parametrize(
+    "name, place, reason",
+    [
+        pytest.param("file", "file", "Not a directory", id="a-file"),
+        pytest.param("file/far/below", "file", "Not a directory", id="far-below-a-file"),
+        pytest.param("nowhere", "nowhere", "No such file or directory", id="dangling-link"),
+    ],
+)
+def test_place_that_cannot_be_written_is_refused(name, place, reason, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent" / "absent")
+    with pytest.raises(ValueError) as caught:
+        RunFolder(tmp_path / name).check_new()
+    got = f"{tmp_path / name} ({tmp_path / place}: {reason})"
+    message = f"out: expected a folder that can be written, got {got}. Choose another."
+    assert str(caught.value) == message, "names the place and the reason"
 
 
 def test_folder_without_checkpoint_is_refused(folder):
     with pytest.raises(ValueError, match="^resume: expected a folder with checkpoint.pt, got .*/runs/one. Name the "):
+        folder.load()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda whole: b"", id="empty"),
+        pytest.param(lambda whole: whole[:300], id="cut"),
+        pytest.param(lambda whole: b"text\n", id="foreign"),
+    ],
+)
+def test_damaged_checkpoint_is_refused(damage, folder):
+    folder.path.mkdir(parents=True)
+    folder.save({"step": 1, "model": torch.zeros(100)})
+    folder.checkpoint.write_bytes(damage(folder.checkpoint.read_bytes()))
+    message = r"^resume: expected a folder whose checkpoint.pt can be read, got .*/runs/one \(\w+\). Train anew "
+    with pytest.raises(ValueError, match=message):
         folder.load()
 
 

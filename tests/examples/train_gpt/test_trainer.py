@@ -107,6 +107,18 @@ def test_learning_rate_reaches_the_optimizer(small):
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.2), "the rate of step 1"
 
 
+def test_gradients_are_clipped(small):
+    trainer, norms = Trainer(small(steps=3)), []
+    torch.nn.init.normal_(trainer.model.head.weight, generator=torch.Generator().manual_seed(0))  # 50 times too large
+
+    def record(*_):
+        norms.append(math.sqrt(sum(weight.grad.square().sum().item() for weight in trainer.model.parameters())))
+
+    trainer.optimizer.register_step_pre_hook(record)
+    losses(trainer)
+    assert norms == pytest.approx([1.0] * 3, rel=1e-4), "steep gradients reach the optimizer with norm 1"
+
+
 def test_validation_loss_of_a_model_that_knows_nothing(small):
     trainer = Trainer(small())
     torch.nn.init.zeros_(trainer.model.head.weight)
