@@ -43,9 +43,8 @@ def train(
     from cute_fa.examples.train_gpt.train_config import TrainConfig, preset
     from cute_fa.examples.train_gpt.trainer import Trainer
 
-    # Threads of torch that fill every core wait for whichever of them another process has pushed aside: two on two
-    # cores are then three times slower than one, or worse.
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - 1)))
+    # Torch's threads wait for each other: where they fill every core, any other process slows all of them down.
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 2) - 1)))
     text = text and str(text.resolve())  # a resumed run finds it from any folder
     fixed = given(text=text, attention=attention, batch=batch, seqlen=seqlen, seed=seed)
     if resume:
@@ -63,7 +62,7 @@ def train(
         folder = RunFolder(out or Path("runs", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
         folder.check_new()
         facts = given(steps=steps) | fixed
-        config = preset(device or ("cuda" if torch.cuda.is_available() else "cpu"), **facts)
+        config = preset(device or ("cuda" if has_gpu() else "cpu"), **facts)
         refused = refusal(config)
         if refused and device:
             raise type(refused)(f"{refused} Use --device cpu, or --attention sdpa.")
@@ -90,6 +89,12 @@ def given(**options) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def refusal(config) -> Exception | None:
     """Why cute_fa has no kernel for this run on the GPU, or None. Asks the public call, with an empty batch."""
     import torch
@@ -97,7 +102,7 @@ def refusal(config) -> Exception | None:
     import cute_fa
     from cute_fa.core.errors import DeviceError, NotSupportedError
 
-    if config.attention != "cute_fa" or config.device != "cuda" or not torch.cuda.is_available():
+    if config.attention != "cute_fa" or config.device != "cuda" or not has_gpu():
         return None
     shape = (0, config.seqlen, config.heads, config.width // config.heads)
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}

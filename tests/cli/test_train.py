@@ -152,7 +152,7 @@ def test_resume_of_a_damaged_checkpoint(command):
 @pytest.fixture
 def gpu_without_kernel(monkeypatch):
     """A machine whose GPU torch can use and cute_fa cannot; no tensor ever goes there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_file, "has_gpu", lambda: True)
 
     def refuse(config):
         is_refused = (config.device, config.attention) == ("cuda", "cute_fa")
@@ -173,7 +173,7 @@ def test_default_device_is_the_gpu_where_the_attention_runs(attention, command, 
     def stop(self, config):
         raise NotSupportedError(f"{config.device}, {config.width}")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_file, "has_gpu", lambda: True)
     monkeypatch.setattr(Trainer, "__init__", stop)
     if attention == "cute_fa":
         monkeypatch.setattr(train_file, "refusal", lambda config: None)
@@ -196,8 +196,8 @@ def test_resume_on_a_gpu_without_kernel_is_refused(gpu_without_kernel, command):
 
 
 def test_refusal_asks_the_public_call(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(train_file, "has_gpu", lambda: True)
+    monkeypatch.setattr("cute_fa.host.support.compute_capability", lambda device: (8, 0))
     with FakeTensorMode():  # CUDA tensors on any machine
         refused = refusal(preset("cuda"))
         assert isinstance(refused, DeviceError) and "8.0" in str(refused), f"an older GPU has no kernels, got {refused}"
