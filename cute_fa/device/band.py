@@ -55,8 +55,8 @@ class Band:
         Forward: the producer warp loads K and V of these, the consumer warpgroups walk them.
         """
         first_row = m_block * self.tile_m
-        begin, _ = self._keys_of(first_row)
-        _, end = self._keys_of(first_row + self.tile_m - 1)
+        begin, _ = self.keys_of(first_row)
+        _, end = self.keys_of(first_row + self.tile_m - 1)
         return begin // self.tile_n, _ceil_div(end, self.tile_n)
 
     def unmasked_n_blocks(self, m_block: Index) -> tuple[Index, Index]:
@@ -67,8 +67,8 @@ class Band:
         """
         first_row = m_block * self.tile_m
         last_row = cutlass.min(first_row + self.tile_m, self.seqlen_q) - 1
-        begin, _ = self._keys_of(last_row)
-        _, end = self._keys_of(first_row)
+        begin, _ = self.keys_of(last_row)
+        _, end = self.keys_of(first_row)
         end = end // self.tile_n
         return cutlass.min(_ceil_div(begin, self.tile_n), end), end
 
@@ -106,7 +106,7 @@ class Band:
     def _is_chunked(self) -> bool:
         return not (isinstance(self.chunk, int) and self.chunk == 0)
 
-    def _keys_of(self, row: Index) -> tuple[Index, Index]:
+    def keys_of(self, row: Index) -> tuple[Index, Index]:
         """The keys that `row` sees, with both ends cut to the sequence from the side they could leave it."""
         position = row + self.seqlen_k - self.seqlen_q
         begin, end = 0, self.seqlen_k
@@ -120,7 +120,7 @@ class Band:
         return begin, cutlass.max(end, 0)
 
     def _rows_of(self, key: Index) -> tuple[Index, Index]:
-        """The rows that see `key`; `_keys_of` solved for the row."""
+        """The rows that see `key`; `keys_of` solved for the row."""
         offset = self.seqlen_k - self.seqlen_q
         begin, end = 0, self.seqlen_q
         if self.right is not None:

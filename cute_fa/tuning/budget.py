@@ -50,7 +50,8 @@ REGISTER_SPLITS = {
 class ForwardTile:
     """tile_m queries against a stream of blocks of tile_n keys. P stays in registers.
 
-    has_o_staging: O gets a buffer of its own on its way to TMA; False if it shares Q's or is stored from registers.
+    num_kv_stages: of the ring of K and of the ring of V. has_o_staging: O gets a buffer on its way to TMA; False if it is
+    stored from registers.
     """
 
     head_dim: int
@@ -59,8 +60,7 @@ class ForwardTile:
     tile_n: int
     num_consumer_warpgroups: int
     num_q_stages: int = 1
-    num_k_stages: int = 2
-    num_v_stages: int = 2
+    num_kv_stages: int = 2
     has_o_staging: bool = True
 
     @property
@@ -70,10 +70,10 @@ class ForwardTile:
         The barriers take a whole alignment unit, in which a scheduler's few words of tile coordinates find room.
         """
         q = _buffer_bytes(self.num_q_stages, self.tile_m, self.head_dim)
-        k = _buffer_bytes(self.num_k_stages, self.tile_n, self.head_dim)
-        v = _buffer_bytes(self.num_v_stages, self.tile_n, self.head_dim_v)
+        k = _buffer_bytes(self.num_kv_stages, self.tile_n, self.head_dim)
+        v = _buffer_bytes(self.num_kv_stages, self.tile_n, self.head_dim_v)
         o = _buffer_bytes(int(self.has_o_staging), self.tile_m, self.head_dim_v)
-        num_stages = self.num_q_stages + self.num_k_stages + self.num_v_stages
+        num_stages = self.num_q_stages + 2 * self.num_kv_stages
         return q + k + v + o + _align(2 * num_stages * MBARRIER_BYTES)
 
     @property

@@ -1,0 +1,55 @@
+"""Register: conversions and orderings of registers that the compiler has to be told about.
+
+Fragments: element 4 y + 2 r + e of a wgmma accumulator (r, e in 0, 1) is row lane / 4 + 8 r of the warp's 16 rows and
+column 8 y + 2 (lane % 4) + e; the four lanes of a quad share their rows.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+_PACK = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
+
+
+def pack_pair(low, high, dtype) -> Int32:
+    """Two fp32 as two 16-bit numbers, rounded to nearest.
+
+    WORKAROUND(nvidia-cutlass-dsl, 4.8.1): inline PTX, because a plain conversion is moved to its use, past the next
+    product, where the fp32 values then live beside the next scores (spills, C7512). Remove when P survives as 16 bits.
+    """
+    return cute.arch.inline_ptx(
+        f"{_PACK[dtype]} {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
+def pack(fragment, operand, dtype):
+    """fp32 accumulator -> 16-bit A operand of the next product; both have the same order of elements (Hopper, 16 bits)."""
+    count = cute.size(fragment) // 2
+    words = cute.make_tensor(cute.recast_tensor(operand, Int32).iterator, cute.make_layout(count))
+    for i in range(count):
+        words[i] = pack_pair(fragment[2 * i], fragment[2 * i + 1], dtype)
+
+
+def hold(value: Float32, scratch):
+    """Keeps what follows, such as a wait, below the instructions that make `value`, a number that is never negative.
+
+    WORKAROUND(ptxas, 13.4): a wait for a product is hoisted above the arithmetic that should run under it. The store to
+    scratch (shared memory) depends on `value` and never happens.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p st.volatile.shared.u32 [{$r1}], {$r2}; }",
+        read_only_args=[value, scratch.toint(), Int32(0)],
+    )
+
+
+def quad_max(value: Float32) -> Float32:
+    """The maximum over the four lanes that share a row."""
+    for distance in (2, 1):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
+
+
+def quad_sum(value: Float32) -> Float32:
+    """The sum over the four lanes that share a row."""
+    for distance in (2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, distance)
+    return value

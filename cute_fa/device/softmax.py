@@ -1,0 +1,112 @@
+"""Softmax over a stream of blocks of scores, in registers: exponentials against a reference, sums, and when to rescale.
+
+Source: Milakov and Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2: normalise once, at the end). A thread holds
+two rows r of an accumulator (order: `device/register.py`) and keeps of each
+- reference: a number in units of log2, near the largest scaled score so far; -inf where no key was visible yet,
+- total: the thread's own part of sum p, with p = 2^(scale_log2 * S - reference).
+O and total are sums over p, so any reference gives the same quotient as long as nothing overflows or vanishes. Hence
+two kinds of steps:
+- A first or masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by
+  more than 2^RAISE_LOG2 ("lazy rescale").
+- An unmasked block takes no maxima. p is computed at once, and the sums, which are needed anyway, tell whether the old
+  reference was good enough (`is_out_of_range`). If not, the block is computed again with its maxima.
+
+Why the sums are enough: p >= 0, so each p is at most its thread's partial sum, and a partial sum below 2^MAX_LOG2 bounds
+every p. total starts at 1 or more once a row has seen its maximum, so it can be too small only while the reference is that
+of a row that had seen nothing (0); total >= 2^MIN_LOG2 excludes that p vanished against such a reference. NaN and
+infinity fail both comparisons. A 16-bit p must hold the range: bf16 has fp32's exponents; fp16 ends at 65504 and is
+rounded in steps of 2^-24, which against a total of 2^-4 is finer than bf16 or fp16 results.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cute_fa.device.register import quad_max, quad_sum
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+RAISE_LOG2 = 8.0
+MAX_LOG2 = {cutlass.BFloat16: 40, cutlass.Float16: 15}
+MIN_LOG2 = {cutlass.BFloat16: -40, cutlass.Float16: -4}
+
+
+@cute.jit
+def finite(reference: Float32) -> Float32:
+    """0 for a row without a visible key, so that its exponentials are 2^-inf = 0 and not 2^(-inf + inf)."""
+    return reference if reference != -Float32.inf else Float32(0.0)
+
+
+def scale(acc_S, scale_log2):
+    """S in units of log2. Before maxima are taken, so that a negative scale takes the right ones."""
+    for i in range(cute.size(acc_S)):
+        acc_S[i] = acc_S[i] * scale_log2
+
+
+def row_maxima(acc_S, old=None):
+    """Maxima of both rows over the quad, and over `old` maxima; NaN does not count, it fails later in the sums."""
+    maxima = []
+    for row in range(2):
+        # Four chains, for latency.
+        chains = [None] * 4
+        for group in range(cute.size(acc_S) // 4):
+            for element in range(2):
+                value, chain = acc_S[4 * group + 2 * row + element], 2 * (group % 2) + element
+                chains[chain] = value if chains[chain] is None else cute.arch.fmax(chains[chain], value)
+        top = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+        maxima.append(quad_max(top if old is None else cute.arch.fmax(top, old[row])))
+    return maxima
+
+
+def exponentials(acc_S, row, reference, scale_log2=None, begin=0, end=None):
+    """S -> p in place for one row and column groups begin to end; returns this thread's sum of them.
+
+    scale_log2: None where S is scaled already, else scale and reference enter by one fused multiply-add.
+    """
+    chains = [None] * 4
+    for group in range(begin, end or cute.size(acc_S) // 4):
+        for element in range(2):
+            i, chain = 4 * group + 2 * row + element, 2 * (group % 2) + element
+            exponent = acc_S[i] - reference if scale_log2 is None else acc_S[i] * scale_log2 - reference
+            acc_S[i] = cute.math.exp2(exponent, fastmath=True)
+            chains[chain] = acc_S[i] if chains[chain] is None else chains[chain] + acc_S[i]
+    return (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+
+def has_risen(reference, maxima):
+    """Whether a maximum is so far above its reference that O has to be rescaled. -inf - -inf, a NaN, does not count."""
+    return cute.arch.fmax(maxima[0] - reference[0], maxima[1] - reference[1]) > RAISE_LOG2
+
+
+def move_reference(acc_O, reference, total, maxima):
+    """Makes the maxima the references, and rescales O and total."""
+    for row in range(2):
+        factor = cute.math.exp2(reference[row] - finite(maxima[row]), fastmath=True)
+        reference[row] = maxima[row]
+        total[row] = total[row] * factor
+        for group in range(cute.size(acc_O) // 4):
+            for element in range(2):
+                i = 4 * group + 2 * row + element
+                acc_O[i] = acc_O[i] * factor
+
+
+@cute.jit
+def is_out_of_range(total: cute.Tensor, partial: cute.Tensor, dtype: cutlass.Constexpr) -> Int32:
+    """1 where a block that took no maxima must be computed again, else 0; for one thread's rows."""
+    largest, smallest, answer = 2.0 ** MAX_LOG2[dtype], 2.0 ** MIN_LOG2[dtype], Int32(0)
+    if not (
+        partial[0] <= largest
+        and partial[1] <= largest
+        and total[0] + partial[0] >= smallest
+        and total[1] + partial[1] >= smallest
+    ):
+        answer = Int32(1)
+    return answer
+
+
+@cute.jit
+def normalizer(total: Float32, reference: Float32):
+    """(1 / sum p, lse in natural log) of a row, from all four threads' totals; (0, -inf) without a visible key."""
+    row_sum = quad_sum(total)
+    inverse = cute.arch.rcp_approx(row_sum) if row_sum > 0.0 else Float32(0.0)
+    return inverse, (reference + cute.math.log2(row_sum, fastmath=True)) * LN_2
