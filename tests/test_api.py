@@ -77,10 +77,12 @@ def test_every_argument_arrives_under_its_name(calls, name):
     used = {key for key in ("q", "k", "v", "k_cache", "v_cache", "qkv", "kv") if key in given and "kvcache" not in name}
     for group in arguments:
         if isinstance(group, (AttentionOptions, PackedSequences, CacheUpdate)):
-            for field, default in group.__dataclass_fields__.items():
+            fields = getattr(group, "__dataclass_fields__", {})
+            defaults = getattr(group, "_field_defaults", {name: field.default for name, field in fields.items()})
+            for field, default in defaults.items():
                 source = field if field in given else PACKED_NAMES.get(field)
                 value = getattr(group, field)
-                assert value is (given[source] if source in given else default.default), f"{field} of {name}"
+                assert value is (given[source] if source in given else default), f"{field} of {name}"
                 used.add(source)
     if "kvcache" in name:
         assert arguments[:3] == tuple(given[key] for key in ("q", "k_cache", "v_cache")), "the tensors in order"

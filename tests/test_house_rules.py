@@ -128,12 +128,12 @@ def test_no_leftover_marks():
 
 
 def test_tests_mirror_the_package():
-    """tests/a/test_b.py tests cute_fa/a/b.py; tests about the whole stand at the top."""
+    """tests/a/test_b.py tests cute_fa/a/b.py, or benchmarks/b.py; tests about the whole stand at the top."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         folder = path.relative_to(ROOT / "tests").parent
         subject = path.stem.removeprefix("test_")
-        beside = ROOT / "cute_fa" / folder
-        whole = {"test_house_rules", "test_contract", "test_import", "test_documents", "test_gradcheck", "test_main"}
+        beside = ROOT / folder if folder.parts[:1] == ("benchmarks",) else ROOT / "cute_fa" / folder
+        whole = {"test_house_rules", "test_contract", "test_import", "test_documents", "test_gradcheck", "test_main", "test_gpu_path"}
         found = (beside / f"{subject}.py").exists() or (beside / subject).is_dir()
         assert found or path.stem in whole, f"{relative(path)} mirrors nothing"
 

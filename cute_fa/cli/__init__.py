@@ -41,8 +41,11 @@ def build_app():
     """The typer app with every subcommand; typer is imported here, not above, because it may be missing."""
     import typer
 
+    from cute_fa.cli.bench import PASS_ON, bench
+    from cute_fa.cli.compile import compile
     from cute_fa.cli.doctor import doctor
     from cute_fa.cli.gradcheck import gradcheck
+    from cute_fa.cli.inspect import inspect
     from cute_fa.cli.train import train
 
     app = typer.Typer(
@@ -66,6 +69,7 @@ def build_app():
     ) -> None:
         """Options before the subcommand."""
 
-    for command in (train, doctor, gradcheck):
+    for command in (train, doctor, gradcheck, inspect, compile):
         app.command()(command)
+    app.command(context_settings=PASS_ON)(bench)
     return app

@@ -282,17 +282,26 @@ def check_cache() -> Finding:
 
 
 def check_smoke() -> Finding:
-    """One causal call on the CPU against torch in fp64. Outputs are averages of normals: fp32 errs below 1e-6."""
+    """One causal call on each backend that this machine has, against torch in fp64.
+
+    Outputs are averages of normals, so fp32 errs below 1e-6 and bf16, whose eps is 2^-7, below 0.02.
+    """
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 33, 2, 16, generator=generator) for _ in range(3))  # (batch, seqlen, heads, head_dim)
-    out = cute_fa.flash_attn_func(q, k, v, causal=True)
-    by_head = (tensor.double().transpose(1, 2) for tensor in (q, k, v))
-    oracle = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)
-    allowed = 1e-5
-    error = (out - oracle).abs().max().item()
-    found = f"reference backend, fp32 on the CPU: largest error {error:.1e} against torch in fp64"
-    if error <= allowed:
-        return Finding(OK, "smoke result", found)
-    return Finding(FAULT, "smoke result", f"{found}, allowed is {allowed:.1e}", REPORT)
+    runs = [("reference backend, fp32 on the CPU", "cpu", torch.float32, 1e-5)]
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == COMPUTE_CAPABILITY:
+        runs.append((f"forward kernel, bf16 on {torch.cuda.get_device_name()}", "cuda", torch.bfloat16, 3e-2))
+    status, found = OK, []
+    for backend, device, dtype, allowed in runs:
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, 33, 2, 16)  # (batch, seqlen, heads, head_dim)
+        q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+        out = cute_fa.flash_attn_func(q, k, v, causal=True)
+        by_head = (tensor.double().transpose(1, 2) for tensor in (q, k, v))
+        oracle = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)
+        error = (out - oracle).abs().max().item()
+        line = f"{backend}: largest error {error:.1e} against torch in fp64"
+        if not error <= allowed:
+            status, line = FAULT, f"{line}, allowed is {allowed:.1e}"
+        found.append(line)
+    return Finding(status, "smoke result", "; ".join(found), "" if status == OK else REPORT)

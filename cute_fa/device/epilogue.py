@@ -6,11 +6,11 @@ Rows are multiplied by a factor of their own on the way. Order of the accumulato
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warp
-from cutlass.utils import hopper_helpers
 
 from cute_fa.device import barriers, tma
 from cute_fa.device.mma import ROWS_PER_WARPGROUP
 from cute_fa.device.register import pack_pair
+from cute_fa.device.softmax import rescale
 
 
 def box(num_columns: int):
@@ -26,8 +26,7 @@ def store_staged(acc, factors, mma, thread, smem, atom, mTensor, place, warpgrou
     next one or before it leaves, waits for it (`wait_for_store`).
     """
     dtype, columns = smem.element_type, cute.size(smem, mode=[1])
-    for i in range(cute.size(acc)):
-        acc[i] = acc[i] * factors[(i // 2) % 2]
+    rescale(acc, factors)
     rows_16bit = cute.make_rmem_tensor_like(acc, dtype)
     rows_16bit.store(acc.load().to(dtype))
     to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma)

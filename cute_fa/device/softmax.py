@@ -78,16 +78,18 @@ def has_risen(reference, maxima):
     return cute.arch.fmax(maxima[0] - reference[0], maxima[1] - reference[1]) > RAISE_LOG2
 
 
-def move_reference(acc_O, reference, total, maxima):
-    """Makes the maxima the references, and rescales O and total."""
+def move_reference(reference, total, factors, maxima):
+    """Makes the maxima the references and rescales the totals; factors: by what O has to be rescaled (`rescale`)."""
     for row in range(2):
-        factor = cute.math.exp2(reference[row] - finite(maxima[row]), fastmath=True)
+        factors[row] = cute.math.exp2(reference[row] - finite(maxima[row]), fastmath=True)
         reference[row] = maxima[row]
-        total[row] = total[row] * factor
-        for group in range(cute.size(acc_O) // 4):
-            for element in range(2):
-                i = 4 * group + 2 * row + element
-                acc_O[i] = acc_O[i] * factor
+        total[row] = total[row] * factors[row]
+
+
+def rescale(acc_O, factors):
+    """Multiplies both rows of an accumulator by their factors."""
+    for i in range(cute.size(acc_O)):
+        acc_O[i] = acc_O[i] * factors[(i // 2) % 2]
 
 
 @cute.jit
@@ -109,4 +111,5 @@ def normalizer(total: Float32, reference: Float32):
     """(1 / sum p, lse in natural log) of a row, from all four threads' totals; (0, -inf) without a visible key."""
     row_sum = quad_sum(total)
     inverse = cute.arch.rcp_approx(row_sum) if row_sum > 0.0 else Float32(0.0)
-    return inverse, (reference + cute.math.log2(row_sum, fastmath=True)) * LN_2
+    # Once a row, so the exact logarithm: lg2.approx alone is off by more than a unit of rounding of lse.
+    return inverse, (reference + cute.math.log2(row_sum)) * LN_2

@@ -14,7 +14,7 @@ from cute_fa.core.call import AttentionOptions, PackedSequences
 from cute_fa.core.errors import NotSupportedError, expected
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
-from cute_fa.host import support, validate
+from cute_fa.host import launch, support, validate
 from cute_fa.ops.library import autocast, define
 from cute_fa.reference import dense as reference_dense
 from cute_fa.reference import varlen as reference_varlen
@@ -67,10 +67,54 @@ class Call(NamedTuple):
 _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
 
 
+# Dense calls that were checked, by all that checks and scalars depend on. Only calls without tensors beside q, k and v.
+_checked: dict[tuple, Call] = {}
+_MAX_CHECKED = 4096
+
+
 def dense(q, k, v, options: AttentionOptions):
-    """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options` asks for (see `api`)."""
+    """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options` asks for (see `api`).
+
+    An eager call like an earlier one skips the checks.
+    """
     q, k, v = autocast(q, k, v)
-    return _attend(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
+    if not _is_eager(q, k, v) or options.alibi_slopes is not None or options.learnable_sink is not None:
+        return _attend(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
+    needs_backward = _needs_backward(q, k, v)
+    key = (
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(_hashable(options), needs_backward, torch.are_deterministic_algorithms_enabled()),
+    )
+    call = _checked.get(key)
+    if call is None:
+        problem = validate.dense(q, k, v, options)
+        if problem.scores.dropout_p:
+            return _attend(q, k, v, problem, options, _DENSE)
+        support.require(problem, q.device, needs_backward)
+        call = _call(problem, options, _DENSE, rng_state=None)
+        if len(_checked) >= _MAX_CHECKED:
+            _checked.clear()
+        _checked[key] = call
+    _refuse_forward_mode(q, k, v)
+    if needs_backward:
+        return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+    # Autograd has nothing to record, and its Python would take as long as all else here.
+    with torch._C._AutoDispatchBelowAutograd():
+        return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+
+
+def _is_eager(*tensors) -> bool:
+    """Whether these are torch's own tensors, outside of a trace: then sizes are ints and nothing else looks on."""
+    return not torch.compiler.is_compiling() and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def _hashable(options: AttentionOptions) -> AttentionOptions:
+    window_size = options.window_size
+    return options if type(window_size) is tuple else options._replace(window_size=repr(window_size))
+
+
+def _needs_backward(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
@@ -84,14 +128,20 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
 
 
 def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences):
-    support.require(problem, q.device)
-    _refuse_forward_mode(q, k, v, options.learnable_sink)
-    scores = problem.scores
+    tensors = (q, k, v, options.learnable_sink)
+    support.require(problem, q.device, _needs_backward(*tensors))
+    _refuse_forward_mode(*tensors)
     rng_state = None
-    if scores.dropout_p:
+    if problem.scores.dropout_p:
         # Seed and offset come from torch's generator of the device, so manual_seed, fork_rng, checkpointing and graphs work.
         rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    call = Call(
+    call = _call(problem, options, sequences, rng_state)
+    return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+
+
+def _call(problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences, rng_state) -> Call:
+    scores = problem.scores
+    return Call(
         alibi_slopes=options.alibi_slopes,
         learnable_sink=options.learnable_sink,
         rng_state=rng_state,
@@ -105,7 +155,11 @@ def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, seque
         deterministic="deterministic" in problem.features,
         return_probs=options.return_attn_probs and scores.dropout_p > 0,
     )
-    out, lse, probs = torch.ops.cute_fa.attention_forward(q, k, v, *call)
+
+
+def _results(results, options: AttentionOptions):
+    """Of the operator's results, those that the call asks for."""
+    out, lse, probs = results
     if options.return_attn_probs:
         return out, lse, probs
     return (out, lse) if options.return_lse else out
@@ -144,6 +198,12 @@ def _forward_cpu(q, k, v, *flat):
         shape = _probs_shape(q, k, call) if call.return_probs else None
         out, lse, probs = reference_varlen.forward(q, k, v, call.sequences, call.scores, call.score_tensors, shape)
     return out.contiguous(), lse, probs if call.return_probs else q.new_empty(0)
+
+
+def _forward_cuda(q, k, v, *flat):
+    call = Call(*flat)
+    mask = call.window_left, call.window_right, call.attention_chunk
+    return (*launch.forward(q, k, v, call.softmax_scale, mask), q.new_empty(0))
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *flat):
@@ -194,6 +254,7 @@ define(
     Call,
     returns=3,
     cpu=_forward_cpu,
+    cuda=_forward_cuda,
     fake=_forward_fake,
     backward=_autograd_backward,
     setup_context=_setup_context,

@@ -27,11 +27,13 @@ def schema_of(tensors, arguments: type, returns: int) -> str:
     return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
 
 
-def define(name, tensors, arguments, returns, cpu, fake, backward=None, setup_context=None) -> None:
-    """Registers `cute_fa::name`: schema, implementation on CPU tensors, fake, and autograd where `backward` is given."""
+def define(name, tensors, arguments, returns, cpu, fake, cuda=None, backward=None, setup_context=None) -> None:
+    """Registers `cute_fa::name`: schema, implementations on CPU and CUDA tensors, fake, and autograd where `backward` is given."""
     qualified = f"cute_fa::{name}"
     torch.library.define(qualified, schema_of(tensors, arguments, returns))
     torch.library.impl(qualified, "cpu", _without_autocast(cpu))
+    if cuda is not None:
+        torch.library.impl(qualified, "cuda", cuda)
     torch.library.register_fake(qualified, fake)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)

@@ -203,6 +203,9 @@ def test_refusal_asks_the_public_call(monkeypatch):
         assert isinstance(refused, DeviceError) and "8.0" in str(refused), f"an older GPU has no kernels, got {refused}"
         assert refusal(preset("cuda", attention="sdpa")) is None, "torch's attention runs on any GPU"
         assert refusal(preset("cpu")) is None, "the CPU needs no kernel"
+        monkeypatch.setattr("cute_fa.host.support.compute_capability", lambda device: (9, 0))
+        refused = refusal(preset("cuda"))
+        assert isinstance(refused, NotSupportedError), f"training needs gradients, which no kernel computes, got {refused}"
         monkeypatch.setattr("cute_fa.flash_attn_func", lambda q, k, v, causal: q)
         assert refusal(preset("cuda")) is None, "a call that returns is supported"
 

@@ -90,24 +90,108 @@ def test_cpu_columns(feature):
         assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(out.square().sum(), (q, k, v))), "gradients"
 
 
-def test_hopper_columns():
-    """A kernel that exists has a row that says so; none does yet."""
-    assert not any(f.hopper_forward or f.hopper_backward for f in support.FEATURES), "kernels without tests of them"
+# What has kernels. Rows that join it here get tests of those kernels.
+HOPPER_FORWARD = {"dense", "gqa", "head_dim_v", "causal", "lse", "return_attn_probs", "deterministic"}
+HOPPER_BACKWARD = set()
+
+
+def on_a_gpu(value):
+    """A fake CUDA tensor like `value`, if it is a tensor; q, k, v and caches, which have more than two modes, in bfloat16."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = torch.bfloat16 if value.dim() > 2 else value.dtype
+    return torch.empty(value.shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.name)
+def test_hopper_columns(feature, monkeypatch):
+    """A call of the row goes through on a Hopper GPU, or is refused by the row's name, as the column says."""
+    monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
+    assert feature.hopper_forward == (feature.name in HOPPER_FORWARD), "forward column"
+    assert feature.hopper_backward == (feature.name in HOPPER_BACKWARD), "backward column"
+    layout, changes = CALLS[feature.name]
+    *tensors, given = arguments(layout, **changes)
+    function = {"dense": cute_fa.flash_attn_func, "kvcache": cute_fa.flash_attn_with_kvcache}
+    function = function.get(layout, cute_fa.flash_attn_varlen_func)
+    with FakeTensorMode():
+        q, k, v = map(on_a_gpu, tensors)
+        given = {name: on_a_gpu(value) for name, value in given.items()}
+        if feature.hopper_forward:
+            found = function(q, k, v, **given)
+            out = found[0] if isinstance(found, tuple) else found
+            assert (out.device.type, out.shape) == ("cuda", (*q.shape[:-1], v.shape[-1])), "the operator's fake"
+        else:
+            with pytest.raises(NotSupportedError, match=rf"for a call that uses [\w, ]*\b{feature.name}\b"):
+                function(q, k, v, **given)
 
 
 NO_KERNEL = (
     "q: expected a CPU tensor for a call that uses {}, got device cuda:0. No GPU kernel does that yet; move q, k and "
     "v to the CPU, where the reference backend takes every option."
 )
+NO_GRADIENT = (
+    "q: expected tensors that need no gradient on a GPU, got requires_grad=True. No GPU kernel computes gradients yet; "
+    "call under torch.no_grad(), or move q, k and v to the CPU."
+)
 
 
-@pytest.mark.parametrize("capability", [None, (9, 0)], ids=["no-driver", "hopper"])
-def test_dense_call_without_a_kernel(monkeypatch, capability):
-    monkeypatch.setattr(support, "compute_capability", lambda device: capability)
+@pytest.fixture(params=[None, (9, 0)], ids=["no-driver", "hopper"])
+def hopper(monkeypatch, request):
+    """A Hopper GPU, or a machine where nobody can tell."""
+    monkeypatch.setattr(support, "compute_capability", lambda device: request.param)
+
+
+def test_dense_call_with_a_kernel(hopper):
+    """Fake CUDA tensors give what real ones do: shapes, dtypes and device of out, lse and the empty probabilities."""
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.empty(2, 9, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 32))
+        found = cute_fa.flash_attn_func(q, k, v, causal=True, deterministic=True, return_attn_probs=True)
+        alone = cute_fa.flash_attn_func(q, k, v)
+    facts = [(x.device.type, x.dtype, tuple(x.shape)) for x in (*found, alone)]
+    out, lse = ("cuda", torch.bfloat16, (2, 8, 4, 32)), ("cuda", torch.float32, (2, 4, 8))
+    assert facts == [out, lse, ("cuda", torch.bfloat16, (0,)), out], "out, lse, no probabilities without dropout; out"
+
+
+def test_dense_call_without_a_kernel(hopper):
     with FakeTensorMode(), pytest.raises(NotSupportedError) as caught:
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        cute_fa.flash_attn_func(q, q, q, dropout_p=0.5, causal=True)
-    assert str(caught.value) == NO_KERNEL.format("dense, causal, dropout"), "message"
+        cute_fa.flash_attn_func(q, q, q, dropout_p=0.5, softcap=2.0, causal=True)
+    assert str(caught.value) == NO_KERNEL.format("softcap, dropout"), "what is missing, in the order of the matrix"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_call_that_needs_a_gradient(name, hopper):
+    """Any of the tensors will do; where no gradient is recorded the call goes through."""
+    with FakeTensorMode():
+        tensors = {
+            each: torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=each == name) for each in "qkv"
+        }
+        with pytest.raises(NotSupportedError) as caught:
+            cute_fa.flash_attn_func(**tensors, causal=True)
+        for no_gradient in (torch.no_grad(), torch.inference_mode()):
+            with no_gradient:
+                assert cute_fa.flash_attn_func(**tensors, causal=True).shape == (1, 8, 2, 64), "forward alone"
+    assert str(caught.value) == NO_GRADIENT, "message"
+
+
+def test_a_gradient_needs_every_feature_of_the_call(monkeypatch):
+    have = [replace(f, hopper_backward=f.name in ("dense", "gqa", "lse")) for f in support.FEATURES]
+    monkeypatch.setattr(support, "FEATURES", have)
+    monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
+    device = torch.device("cuda:0")
+    support.require(problem("dense", heads_kv=1, return_lse=True), device, needs_backward=True)
+    support.require(problem("dense", causal=True), device, needs_backward=False)
+    with pytest.raises(NotSupportedError) as caught:
+        support.require(problem("dense", causal=True), device, needs_backward=True)
+    assert str(caught.value) == NO_GRADIENT, "message"
+    with pytest.raises(NotSupportedError) as caught:
+        support.require(problem("dense", softcap=2.0), device, needs_backward=True)
+    assert str(caught.value) == NO_KERNEL.format("softcap"), "what has no forward is refused for that"
+
+
+def test_the_cpu_differentiates_what_no_gpu_does():
+    support.require(problem("dense", softcap=2.0), torch.device("cpu"), needs_backward=True)
 
 
 def test_packed_call_without_a_kernel():
@@ -144,15 +228,15 @@ def test_call_is_refused_for_what_is_missing_alone(monkeypatch):
     monkeypatch.setattr(support, "FEATURES", have)
     monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
     device = torch.device("cuda:0")
-    support.require(problem("dense", causal=True), device)
+    support.require(problem("dense", causal=True), device, needs_backward=False)
     with pytest.raises(NotSupportedError) as caught:
-        support.require(problem("dense", causal=True, window_size=(3, 0)), device)
+        support.require(problem("dense", causal=True, window_size=(3, 0)), device, needs_backward=False)
     assert str(caught.value) == NO_KERNEL.format("window"), "message"
 
 
 def test_another_kind_of_device():
     with pytest.raises(DeviceError) as caught:
-        support.require(problem("dense"), torch.device("xpu", 0))
+        support.require(problem("dense"), torch.device("xpu", 0), needs_backward=False)
     message = (
         "q: expected a CPU or CUDA tensor, got device xpu:0. Move q, k and v to a Hopper GPU, or to the CPU for the "
         "reference backend."

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
+from cute_fa.ops import attention
 from cute_fa.ops.attention import Call
 from cute_fa.testing.plain import plain_attention
 
@@ -104,6 +105,22 @@ def test_fakes_tell_what_comes(shapes, changes):
     for ours, other in zip(fake, real):
         found, wanted = ((x.shape, x.dtype, x.stride()) for x in (ours, other))
         assert found == wanted, "fake and real differ"
+
+
+def test_cuda_tensors_reach_the_launch(monkeypatch):
+    """With the scores of the call; the third result is the empty tensor of a call without probabilities."""
+    q, k, v = (torch.randn(shape) for shape in DENSE)
+    given, out, lse = [], torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5)
+    monkeypatch.setattr(attention.launch, "forward", lambda *arguments: given.append(arguments) or (out, lse))
+    found = attention._forward_cuda(q, k, v, *PLAIN._replace(window_right=0))
+    assert given == [(q, k, v, 0.4, (None, 0, 0))], "tensors, scale and mask"
+    assert found[0] is out and found[1] is lse and found[2].shape == (0,), "what the launch gave"
+
+
+def test_what_runs_on_cuda_tensors():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("cute_fa::attention_forward", "CUDA"), "the forward has kernels"
+    assert not has_kernel("cute_fa::attention_backward", "CUDA"), "the backward has none, so no call may need it"
 
 
 def test_results_share_no_memory_with_inputs():

@@ -77,6 +77,18 @@ def test_an_operator_without_backward_has_none():
     assert not has_kernel("cute_fa::copy_for_test", "Autograd"), "no backward was given"
 
 
+def test_an_operator_runs_on_cuda_tensors_where_it_has_an_implementation():
+    def copy(x, factor):
+        return x.clone()
+
+    define("here_for_test", ("x",), Factor, 1, cpu=copy, fake=copy)
+    define("there_for_test", ("x",), Factor, 1, cpu=copy, cuda=copy, fake=copy)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel("cute_fa::there_for_test", "CUDA"), "given"
+    assert not has_kernel("cute_fa::here_for_test", "CUDA"), "not given"
+    assert all(has_kernel(f"cute_fa::{name}_for_test", "CPU") for name in ("here", "there")), "the CPU has both"
+
+
 def test_autocast_is_off_inside_and_untouched_outside():
     """Also in another thread that enters while the first is inside: what it restores is its own."""
     seen, inside, leave = {}, threading.Event(), threading.Event()

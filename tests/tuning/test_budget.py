@@ -79,10 +79,10 @@ def test_backward_operands_count_where_they_outweigh_the_scores():
 @pytest.mark.parametrize(
     "tile",
     [
-        ForwardTile(128, 128, 128, 128, 2, num_q_stages=2, num_k_stages=3),
+        ForwardTile(128, 128, 128, 128, 2, num_q_stages=2, num_kv_stages=3),
         ForwardTile(256, 256, 128, 96, 2, has_o_staging=False),
         ForwardTile(64, 64, 192, 144, 3),
-        ForwardTile(128, 128, 192, 128, 3, num_k_stages=1, num_v_stages=1, has_o_staging=False),
+        ForwardTile(128, 128, 192, 128, 3, num_kv_stages=1, has_o_staging=False),
         BackwardTile(128, 128, 96, 128),
         BackwardTile(128, 128, 128, 128, num_q_stages=1, num_do_stages=1, num_ds_stages=1, has_dq_staging=False),
     ],

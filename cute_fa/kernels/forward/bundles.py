@@ -105,7 +105,7 @@ class Consumer:
     """What a thread of a consumer warpgroup works with.
 
     tSrQ, tSrK, tOrVt: shared memory as operands, last mode the stage. tOrP: P in registers. reference, total: of the
-    thread's two rows (`device/softmax.py`); partial: their sums over one block.
+    thread's two rows (`device/softmax.py`); factors: of their rescale; partial: their sums over one block.
     """
 
     mmas: ForwardMmas
@@ -117,6 +117,7 @@ class Consumer:
     acc_O: cute.Tensor
     reference: cute.Tensor
     total: cute.Tensor
+    factors: cute.Tensor
     partial: cute.Tensor
     pipes: ForwardPipes
     scale_log2: Float32

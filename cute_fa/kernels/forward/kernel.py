@@ -250,6 +250,7 @@ class ForwardKernel:
             acc_O=thread_O.make_fragment_C(thread_O.partition_shape_C((tile.tile_m, tile.head_dim_v))),
             reference=pair(),
             total=pair(),
+            factors=pair(),
             partial=pair(),
             pipes=pipes,
             scale_log2=sizes.scale_log2,

@@ -73,10 +73,13 @@ def masked_step(w: Consumer, band: Band, n_block, row, k, v, q_index):
     softmax.scale(w.acc_S, w.scale_log2)
     mask.mask_scores(w.acc_S, *_key_ends(w, band, n_block, row))
     maxima = softmax.row_maxima(w.acc_S, w.reference)
-    _raise_reference(w.acc_O, w.reference, w.total, maxima[0], maxima[1])
+    # A warp owns its rows, so it may decide alone; what it decides must not contain a wait, which is the warpgroup's.
+    has_risen = cute.arch.vote_any_sync(softmax.has_risen(w.reference, maxima))
+    _move_reference_if(has_risen, w.reference, w.total, w.factors, maxima[0], maxima[1])
     for r in range(2):
         w.total[r] = w.total[r] + softmax.exponentials(w.acc_S, r, softmax.finite(w.reference[r]))
     finish_values(w, v[0], w.total[0] + w.total[1])
+    _rescale_if(has_risen, w.acc_O, w.factors)
     pack_probabilities(w)
 
 
@@ -95,7 +98,7 @@ def unmasked_step(w: Consumer, k, v, q_index):
         w.partial[r] = w.partial[r] + exponentials(r, w.reference[r], begin=num_groups // 2)
     pack_probabilities(w)
     # No product is in flight here: ptxas serialises them where a branch contains another one (C7515).
-    _repeat_if_out_of_range(w, w.acc_S, w.acc_O, w.tOrP, w.reference, w.total, w.partial, k[0], q_index)
+    _repeat_if_out_of_range(w, w.acc_S, w.acc_O, w.tOrP, w.reference, w.total, w.factors, w.partial, k[0], q_index)
     w.pipes.k.release(k[0], w.lane)
 
 
@@ -110,11 +113,17 @@ def _mask_if(acc_S: cute.Tensor, is_needed: Boolean, end_0: Int32, end_1: Int32)
 
 
 @cute.jit
-def _raise_reference(acc_O: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, max_0: Float32, max_1: Float32):
-    # A warp owns its rows, so it may decide alone.
-    if cute.arch.vote_any_sync(softmax.has_risen(reference, (max_0, max_1))):
-        mma.wait(0)
-        softmax.move_reference(acc_O, reference, total, (max_0, max_1))
+def _move_reference_if(
+    has_risen: Boolean, reference: cute.Tensor, total: cute.Tensor, factors: cute.Tensor, max_0: Float32, max_1: Float32
+):
+    if has_risen:
+        softmax.move_reference(reference, total, factors, (max_0, max_1))
+
+
+@cute.jit
+def _rescale_if(has_risen: Boolean, acc_O: cute.Tensor, factors: cute.Tensor):
+    if has_risen:
+        softmax.rescale(acc_O, factors)
 
 
 @cute.jit
@@ -125,6 +134,7 @@ def _repeat_if_out_of_range(
     tOrP: cute.Tensor,
     reference: cute.Tensor,
     total: cute.Tensor,
+    factors: cute.Tensor,
     partial: cute.Tensor,
     k_index: Int32,
     q_index: Int32,
@@ -138,7 +148,8 @@ def _repeat_if_out_of_range(
         issue_scores(w, k_index, q_index)
         mma.wait(0)
         softmax.scale(acc_S, w.scale_log2)
-        softmax.move_reference(acc_O, reference, total, softmax.row_maxima(acc_S, reference))
+        softmax.move_reference(reference, total, factors, softmax.row_maxima(acc_S, reference))
+        softmax.rescale(acc_O, factors)
         for r in cutlass.range_constexpr(2):
             reference[r] = softmax.finite(reference[r])
             partial[r] = softmax.exponentials(acc_S, r, reference[r])

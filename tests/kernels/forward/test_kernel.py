@@ -233,8 +233,7 @@ def test_nothing_outside_is_read_or_written(head_dim, causal):
         inputs.append(view[..., :head_dim])
     out_buffer, out = with_guard((1, 197, 2, head_dim), BF16, 7.0)
     lse_buffer, lse = with_guard((1, 2, 197), torch.float32, 7.0)
-    sizes = (1, 197, 331, 2, 2, head_dim, head_dim)
-    plan = launch._plan(BF16, sizes, MaskSpec(right=0 if causal else None), 132)
+    plan = launch.plan_of(BF16, plain[0].shape, plain[2].shape, (None, 0 if causal else None, 0), 132)
     counter = torch.zeros(2, dtype=torch.int32, device="cuda")
     cache.load(plan)(*inputs, out, lse, counter, head_dim**-0.5, 132)
     expected = cute_fa.flash_attn_func(*plain, causal=causal, return_lse=True)
@@ -250,7 +249,7 @@ def test_number_of_sms_does_not_matter(causal):
     from cute_fa.host import cache, launch
 
     q, k, v = tensors(700, 700, 128, BF16, batch=3, heads=(8, 2))
-    plan = launch._plan(BF16, (3, 700, 700, 8, 2, 128, 128), MaskSpec(right=0 if causal else None), 132)
+    plan = launch.plan_of(BF16, q.shape, v.shape, (None, 0 if causal else None, 0), 132)
     results = []
     for num_sms in (1, 78, 132):
         out, lse = torch.empty_like(q), torch.empty(3, 8, 700, device="cuda")

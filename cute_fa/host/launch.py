@@ -1,0 +1,96 @@
+"""Launch: one call of attention on a Hopper GPU, from checked tensors to a kernel in flight on torch's current stream."""
+
+from functools import lru_cache
+
+import torch
+
+from cute_fa.core.mask_spec import MaskSpec
+from cute_fa.core.problem import AttentionProblem, ScoreSpec
+from cute_fa.host import cache
+from cute_fa.tuning.heuristics import forward_plan
+from cute_fa.tuning.plan import ForwardPlan
+
+TMA_ALIGNMENT_BYTES = 16  # of addresses and strides; PTX ISA, "tensor maps"
+
+# One pair of zeros for each stream of each device. Launches on one stream follow each other and leave zeros behind, so
+# they share it; launches on different streams may run together and must not.
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def forward(q, k, v, softmax_scale: float, mask: tuple):
+    """out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), fp32, of a dense call.
+
+    Tensors are those of `api.flash_attn_func`, checked by `validate` and `support`; mask: (left, right, chunk) as in
+    MaskSpec. A tensor that TMA cannot read as it lies is copied. The caller's device need not be current.
+    """
+    device_index = q.get_device()
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return forward(q, k, v, softmax_scale, mask)
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if v.shape[1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    num_sms = sm_count(device_index)
+    plan = plan_of(q.dtype, q.shape, v.shape, mask, num_sms)
+    kernel = cache.load(plan)
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES or not _have_tma_strides(
+        q.itemsize, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    ):
+        q, k, v = (x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    kernel(q, k, v, out, lse, _counter(device_index, plan), softmax_scale, num_sms)
+    return out, lse
+
+
+def is_tma_readable(x) -> bool:
+    """Whether rows are contiguous, and the address and every stride that counts are multiples of 16 bytes."""
+    return x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _has_tma_strides(x.itemsize, x.shape, x.stride())
+
+
+def _has_tma_strides(itemsize: int, shape, strides) -> bool:
+    step = TMA_ALIGNMENT_BYTES // itemsize
+    return strides[-1] == 1 and all(size == 1 or stride % step == 0 for size, stride in zip(shape[:-1], strides))
+
+
+@lru_cache(maxsize=4096)
+def _have_tma_strides(itemsize: int, *shapes_then_strides) -> bool:
+    pairs = zip(shapes_then_strides[:3], shapes_then_strides[3:])
+    return all(_has_tma_strides(itemsize, shape, strides) for shape, strides in pairs)
+
+
+@lru_cache(maxsize=64)
+def sm_count(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@lru_cache(maxsize=4096)
+def plan_of(dtype, q_shape, v_shape, mask: tuple, num_sms: int) -> ForwardPlan:
+    """The plan of a dense call on a device with num_sms SMs."""
+    batch, seqlen_q, heads_q, head_dim = q_shape
+    _, seqlen_k, heads_kv, head_dim_v = v_shape
+    sizes = batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
+    # Plans do not depend on the scale; 1 stands for any.
+    scores = ScoreSpec(1.0, MaskSpec(*mask))
+    return forward_plan(AttentionProblem("dense", str(dtype).removeprefix("torch."), *sizes, scores), num_sms)
+
+
+def _counter(device_index: int, plan) -> torch.Tensor:
+    """Two zeros that no other launch uses while this one runs."""
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may be replayed beside anything else, so each of its launches clears two words of its own. Its kernel
+        # must outlive this process's interest in it.
+        cache.pin(plan)
+        return _zeros(device_index)
+    # The same as torch.cuda.current_stream(device_index).cuda_stream, without an object.
+    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = _zeros(device_index)
+    return counter
+
+
+def _zeros(device_index: int) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=torch.device("cuda", device_index))

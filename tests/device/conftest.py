@@ -1,0 +1,32 @@
+"""Tiny kernels around one building block: compiled for sm_90a anywhere, called with torch tensors on a Hopper GPU."""
+
+import pytest
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from cute_fa.host.compile import OPTIONS
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """build(launch, *arguments) gives a function of torch tensors and numbers, without the compile-time arguments.
+
+    launch: a @cute.jit function whose last argument is the stream. arguments: a pair (dtype, shape) for a contiguous tensor,
+    all else as it is. The function comes from an object file, which works whatever the architecture of the machine is.
+    """
+
+    def made(argument):
+        if isinstance(argument, tuple) and isinstance(argument[1], tuple):
+            dtype, shape = argument
+            row_major = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(dtype, shape, stride_order=row_major, assumed_align=16)
+        return argument
+
+    def build(launch, *arguments):
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        compiled = cute.compile(launch, *map(made, arguments), stream, options=OPTIONS)
+        path = str(tmp_path_factory.mktemp("kernel") / "kernel.o")
+        compiled.export_to_c(path, function_name="launch")
+        return cute.runtime.load_module(path, enable_tvm_ffi=True)["launch"]
+
+    return build

@@ -1,0 +1,323 @@
+"""The steps of the softmax on a GPU, each against a line of torch. A warp holds 16 rows, four lanes a row."""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import pytest
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+
+from cute_fa.device import softmax
+
+ROWS, COLUMNS = 16, 96
+GROUPS = COLUMNS // 8
+SCALE = 0.375
+# exp2 turns the rounding of its argument, up to 128 * 2^-24 here, into a relative error.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-37}
+
+
+def place(lane, i):
+    """(row, column) of element i of a lane; the documented order of an accumulator."""
+    return lane // 4 + 8 * ((i // 2) % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
+
+
+def load(x, lane):
+    acc = cute.make_rmem_tensor(cute.size(x) // 32, Float32)
+    for i in range(cute.size(acc)):
+        acc[i] = x[place(lane, i)]
+    return acc
+
+
+def pair_of_rows(x, lane):
+    values = cute.make_rmem_tensor(2, Float32)
+    values[0], values[1] = x[lane // 4], x[lane // 4 + 8]
+    return values
+
+
+def lanes_of_quads(columns: int):
+    """(lane % 4,) that holds each column."""
+    return torch.arange(columns) // 2 % 4
+
+
+def normal(*shape, seed: int = 0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@cute.kernel
+def maxima_kernel(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr):
+    lane = cute.arch.thread_idx()[0]
+    maxima = softmax.row_maxima(load(x, lane), pair_of_rows(old, lane) if has_old else None)
+    for r in cutlass.range_constexpr(2):
+        out[lane // 4 + 8 * r, lane % 4] = maxima[r]
+
+
+@cute.jit
+def launch_maxima(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr, stream: cuda.CUstream):
+    maxima_kernel(x, old, out, has_old).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "over-old"])
+def maxima(build, request):
+    arguments = (Float32, (ROWS, COLUMNS)), (Float32, (ROWS,)), (Float32, (ROWS, 4)), request.param
+    return build(launch_maxima, *arguments), request.param
+
+
+def test_row_maxima_compiles(maxima):
+    assert callable(maxima[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_row_maxima(maxima):
+    """Each column is its row's maximum once; NaN does not count, an invisible row has -inf."""
+    function, has_old = maxima
+    old = torch.full((ROWS,), 0.25)
+    old[0], old[1] = 50.0, -torch.inf
+    for column in range(COLUMNS):
+        x = normal(ROWS, COLUMNS, seed=column)
+        x[:, column] = torch.arange(ROWS) + 10.0
+        x[:, (column + 5) % COLUMNS] = torch.nan
+        x[3], x[12] = -torch.inf, -x[12]
+        out = torch.zeros(ROWS, 4, device="cuda")
+        function(x.cuda(), old.cuda(), out)
+        wanted = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
+        wanted = torch.maximum(wanted, old) if has_old else wanted
+        assert torch.equal(out.cpu(), wanted[:, None].expand(-1, 4)), f"in all lanes of a row, column {column}"
+
+
+@cute.kernel
+def exponentials_kernel(
+    x: cute.Tensor, reference: cute.Tensor, p: cute.Tensor, sums: cute.Tensor, scale: Float32, is_scaled: cutlass.Constexpr
+):
+    """In two parts that together are all columns."""
+    lane = cute.arch.thread_idx()[0]
+    acc, references = load(x, lane), pair_of_rows(reference, lane)
+    if cutlass.const_expr(is_scaled):
+        softmax.scale(acc, scale)
+    factor = None if is_scaled else scale
+    for r in cutlass.range_constexpr(2):
+        left = softmax.exponentials(acc, r, references[r], factor, end=GROUPS // 2)
+        right = softmax.exponentials(acc, r, references[r], factor, begin=GROUPS // 2)
+        sums[lane // 4 + 8 * r, lane % 4, 0], sums[lane // 4 + 8 * r, lane % 4, 1] = left, right
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        p[place(lane, i)] = acc[i]
+
+
+@cute.jit
+def launch_exponentials(
+    x: cute.Tensor,
+    reference: cute.Tensor,
+    p: cute.Tensor,
+    sums: cute.Tensor,
+    scale: Float32,
+    is_scaled: cutlass.Constexpr,
+    stream: cuda.CUstream,
+):
+    exponentials_kernel(x, reference, p, sums, scale, is_scaled).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["scaled", "fused"])
+def exponentials(build, request):
+    matrix, rows = (Float32, (ROWS, COLUMNS)), (Float32, (ROWS,))
+    return build(launch_exponentials, matrix, rows, matrix, (Float32, (ROWS, 4, 2)), Float32(1.0), request.param)
+
+
+def test_exponentials_compile(exponentials):
+    assert callable(exponentials), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_exponentials(exponentials):
+    x, reference = 40 * normal(ROWS, COLUMNS), 5 * normal(ROWS, seed=1)
+    x[:, ::7], x[4], reference[4] = -torch.inf, -torch.inf, 0.0  # masked keys, and a row without any
+    p, sums = torch.zeros(ROWS, COLUMNS, device="cuda"), torch.zeros(ROWS, 4, 2, device="cuda")
+    exponentials(x.cuda(), reference.cuda(), p, sums, SCALE)
+    wanted = torch.exp2(x.double() * SCALE - reference.double()[:, None])
+    torch.testing.assert_close(p.cpu().double(), wanted, **TOLERANCE)
+    assert (p.cpu()[x == -torch.inf] == 0).all(), "exactly 0 where no key is visible"
+    halves = wanted.view(ROWS, 2, COLUMNS // 2)
+    for lane in range(4):
+        of_lane = halves[:, :, lanes_of_quads(COLUMNS // 2) == lane].sum(2)
+        torch.testing.assert_close(sums.cpu()[:, lane].double(), of_lane, **TOLERANCE)
+
+
+@cute.kernel
+def reference_kernel(
+    acc_O: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, maxima: cute.Tensor, moved: cute.Tensor, risen: cute.Tensor
+):
+    """moved: (rows, columns of O, then reference and total)."""
+    lane = cute.arch.thread_idx()[0]
+    acc = load(acc_O, lane)
+    old, totals, new = (pair_of_rows(tensor, lane) for tensor in (reference, total, maxima))
+    risen[lane] = Int32(softmax.has_risen(old, new))
+    softmax.move_reference(acc, old, totals, new)
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        moved[place(lane, i)] = acc[i]
+    for r in cutlass.range_constexpr(2):
+        moved[lane // 4 + 8 * r, COLUMNS], moved[lane // 4 + 8 * r, COLUMNS + 1] = old[r], totals[r]
+
+
+@cute.jit
+def launch_reference(
+    acc_O: cute.Tensor,
+    reference: cute.Tensor,
+    total: cute.Tensor,
+    maxima: cute.Tensor,
+    moved: cute.Tensor,
+    risen: cute.Tensor,
+    stream: cuda.CUstream,
+):
+    reference_kernel(acc_O, reference, total, maxima, moved, risen).launch(
+        grid=(1, 1, 1), block=(32, 1, 1), stream=stream
+    )
+
+
+@pytest.fixture(scope="module")
+def move_reference(build):
+    rows = (Float32, (ROWS,))
+    return build(launch_reference, (Float32, (ROWS, COLUMNS)), rows, rows, rows, (Float32, (ROWS, COLUMNS + 2)), (Int32, (32,)))
+
+
+def test_move_reference_compiles(move_reference):
+    assert callable(move_reference), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_move_reference(move_reference):
+    """Rows r and r + 8 belong to one thread: it asks for a rescale if one of them has risen by more than 8."""
+    acc_O, reference, total = normal(ROWS, COLUMNS), normal(ROWS, seed=1).round(), normal(ROWS, seed=2).abs()
+    rise = torch.tensor([0.0, 8.0, 8.5, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, 1.0, 0.0, 0.0, 0.0])
+    maxima = reference + rise
+    reference[4], acc_O[4], total[4] = -torch.inf, 0.0, 0.0  # sees its first keys now
+    reference[13], maxima[13], acc_O[13], total[13] = -torch.inf, -torch.inf, 0.0, 0.0  # has seen none, and sees none
+    moved, risen = torch.zeros(ROWS, COLUMNS + 2, device="cuda"), torch.zeros(32, dtype=torch.int32, device="cuda")
+    move_reference(*(tensor.cuda() for tensor in (acc_O, reference, total, maxima)), moved, risen)
+    asked = torch.tensor([False, False, True, True, True, False, False, False])
+    assert torch.equal(risen.cpu().view(8, 4), asked[:, None].expand(8, 4).int()), "rows 2, 11 and 4 have risen far"
+    factor = torch.exp2(reference.double() - maxima.double().nan_to_num(neginf=0.0))
+    wanted = torch.cat((factor[:, None] * acc_O, maxima[:, None], (factor * total)[:, None]), 1)
+    torch.testing.assert_close(moved.cpu().double(), wanted, **TOLERANCE)
+
+
+@cute.kernel
+def range_kernel(total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr):
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    i = block * 32 + thread
+    if i < out.shape[0]:
+        sums = [cute.make_rmem_tensor(2, Float32) for _ in range(2)]
+        for r in cutlass.range_constexpr(2):
+            sums[0][r], sums[1][r] = total[i, r], partial[i, r]
+        out[i] = softmax.is_out_of_range(*sums, dtype)
+
+
+@cute.jit
+def launch_range(total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream):
+    range_kernel(total, partial, out, dtype).launch(
+        grid=(cute.ceil_div(out.shape[0], 32), 1, 1), block=(32, 1, 1), stream=stream
+    )
+
+
+# log2 of the smallest sum and of the largest part that a block without maxima may have.
+RANGES = {"bf16": (BFloat16, -40, 40), "fp16": (Float16, -4, 15)}
+
+
+@pytest.fixture(scope="module", params=RANGES)
+def out_of_range(build, request):
+    dtype, low, high = RANGES[request.param]
+    n = cute.sym_int32()
+    return build(launch_range, *[(Float32, (n, 2))] * 2, (Int32, (n,)), dtype), 2.0**low, 2.0**high
+
+
+def test_is_out_of_range_compiles(out_of_range):
+    assert callable(out_of_range[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_is_out_of_range(out_of_range):
+    """Every pair of rows, for rows at, below and above both ends."""
+    function, smallest, largest = out_of_range
+    just_above, just_below = largest * (1 + 2.0**-23), smallest * (1 - 2.0**-24)
+    # (total, partial, is it bad)
+    rows = (
+        *((1.0, 3.0, False), (0.0, largest, False), (5.0, largest, False), (2 * largest, 1.0, False)),
+        *((0.0, just_above, True), (1.0, torch.inf, True), (1.0, torch.nan, True), (torch.nan, 1.0, True)),
+        *((smallest, 0.0, False), (smallest / 2, smallest / 2, False), (0.0, smallest, False)),
+        *((just_below, 0.0, True), (0.0, just_below, True), (0.0, 0.0, True)),
+    )
+    cases = [(a, b) for a in rows for b in rows]
+    total, partial = (torch.tensor([(a[column], b[column]) for a, b in cases]) for column in range(2))
+    wanted = torch.tensor([a[2] or b[2] for a, b in cases]).int()
+    out = torch.full((len(cases),), 7, dtype=torch.int32, device="cuda")
+    function(total.cuda(), partial.cuda(), out)
+    assert torch.equal(out.cpu(), wanted), f"wrong for {[case for case, ok in zip(cases, out.cpu() == wanted) if not ok]}"
+
+
+@cute.kernel
+def normalizer_kernel(total: cute.Tensor, reference: cute.Tensor, inverse: cute.Tensor, lse: cute.Tensor):
+    thread = cute.arch.thread_idx()[0]
+    row, lane = thread // 4, thread % 4
+    inverse[row, lane], lse[row, lane] = softmax.normalizer(total[row, lane], reference[row])
+
+
+@cute.jit
+def launch_normalizer(
+    total: cute.Tensor, reference: cute.Tensor, inverse: cute.Tensor, lse: cute.Tensor, stream: cuda.CUstream
+):
+    normalizer_kernel(total, reference, inverse, lse).launch(grid=(1, 1, 1), block=(4 * ROWS, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def normalizer(build):
+    lanes = (Float32, (ROWS, 4))
+    return build(launch_normalizer, lanes, (Float32, (ROWS,)), lanes, lanes)
+
+
+def test_normalizer_compiles(normalizer):
+    assert callable(normalizer), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_normalizer(normalizer):
+    total, reference = normal(ROWS, 4).abs() * torch.logspace(-6, 6, ROWS)[:, None], 20 * normal(ROWS, seed=1)
+    total[3], total[7], reference[7] = 0.0, 0.0, -torch.inf  # no visible key, with either reference
+    total[9, :3] = 0.0  # one lane alone has a part
+    inverse, lse = torch.zeros(2, ROWS, 4, device="cuda")
+    normalizer(total.cuda(), reference.cuda(), inverse, lse)
+    row_sum = total.double().sum(1, keepdim=True).expand(-1, 4)
+    wanted = torch.where(row_sum > 0, 1 / row_sum, 0.0)
+    torch.testing.assert_close(inverse.cpu().double(), wanted, rtol=1e-6, atol=0.0)
+    wanted = reference.double()[:, None] * math.log(2) + row_sum.log()
+    torch.testing.assert_close(lse.cpu().double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+@cute.jit
+def launch_finite(x: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    finite_kernel(x, out).launch(grid=(1, 1, 1), block=(4, 1, 1), stream=stream)
+
+
+@cute.kernel
+def finite_kernel(x: cute.Tensor, out: cute.Tensor):
+    thread = cute.arch.thread_idx()[0]
+    out[thread] = softmax.finite(x[thread])
+
+
+@pytest.fixture(scope="module")
+def finite(build):
+    return build(launch_finite, *[(Float32, (4,))] * 2)
+
+
+def test_finite_compiles(finite):
+    assert callable(finite), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_finite(finite):
+    out = torch.ones(4, device="cuda")
+    finite(torch.tensor([-torch.inf, torch.inf, -3.5, 0.0], device="cuda"), out)
+    assert out.tolist() == [0.0, torch.inf, -3.5, 0.0], "-inf alone becomes 0"

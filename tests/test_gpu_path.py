@@ -1,0 +1,271 @@
+"""One call on a Hopper GPU from end to end: strides, streams, graphs, threads, devices, torch.compile, autocast."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_fa
+from cute_fa.core.errors import NotSupportedError
+from cute_fa.ops.attention import Call
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+BF16 = torch.bfloat16
+attention = cute_fa.flash_attn_func
+
+
+def qkv(batch=2, seqlen=300, heads=4, head_dim=64, dtype=BF16, device="cuda", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (batch, seqlen, heads, head_dim)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
+
+
+def sliced(x):
+    """Every second row and head of a larger tensor."""
+    batch, seqlen, heads, head_dim = x.shape
+    larger = torch.full((batch, 2 * seqlen, 2 * heads, head_dim), torch.nan, dtype=x.dtype, device=x.device)
+    larger[:, ::2, ::2] = x
+    return larger[:, ::2, ::2]
+
+
+def padded(x, by):
+    """Rows `by` elements longer than head_dim."""
+    return torch.nn.functional.pad(x, (0, by), value=torch.nan)[..., : x.shape[-1]]
+
+
+LAYOUTS = {
+    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch-inside": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+    "sliced": sliced,
+    "rows-of-72": lambda x: padded(x, 8),
+    "rows-of-67": lambda x: padded(x, 3),
+    "dim-outside": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+COPIED = {"rows-of-67", "dim-outside", "misaligned"}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, causal):
+    """The same bits for every layout; only those that TMA cannot read are copied."""
+    q, k, v = qkv()
+    expected = attention(q, k, v, causal=causal)
+    laid = [LAYOUTS[layout](x) for x in (q, k, v)]
+    assert all(torch.equal(a, b) for a, b in zip(laid, (q, k, v))), "the same numbers"
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    out = attention(*laid, causal=causal)
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert torch.equal(out, expected), "bitwise equal"
+    # out, lse, and the empty probabilities, which take none.
+    assert allocations == 2 + 3 * (layout in COPIED), "copies"
+
+
+def test_expanded_keys():
+    """Stride 0: one head for all, one batch for all."""
+    q, k, v = qkv()
+    k, v = (x[:1, :, :1].expand(2, 300, 4, 64) for x in (k, v))
+    assert torch.equal(attention(q, k, v), attention(q, k.contiguous(), v.contiguous())), "bitwise equal"
+
+
+def test_packed_views():
+    qkv_packed = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=BF16)
+    out = cute_fa.flash_attn_qkvpacked_func(qkv_packed, causal=True)
+    assert torch.equal(out, attention(*(x.contiguous() for x in qkv_packed.unbind(2)), causal=True)), "bitwise equal"
+    kv = qkv_packed[:, :, 1:]
+    out = cute_fa.flash_attn_kvpacked_func(qkv_packed[:, :, 0], kv, causal=True)
+    assert torch.equal(out, cute_fa.flash_attn_qkvpacked_func(qkv_packed, causal=True)), "bitwise equal"
+
+
+def test_inputs_written_late_on_another_stream():
+    """The launch goes to the current stream, behind what is in flight there."""
+    q, k, v = qkv(seqlen=1024, heads=8)
+    expected = attention(q, k, v)
+    stream = torch.cuda.Stream()
+    for _ in range(50):
+        late = torch.zeros_like(q)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            late.copy_(q)
+            out = attention(late, k, v)
+        stream.synchronize()
+        assert torch.equal(out, expected), "bitwise equal"
+
+
+def test_streams_side_by_side():
+    """Calls in flight on several streams at once do not take each other's tiles."""
+    inputs = [qkv(batch=1, seqlen=500 + 64 * i, heads=8, seed=i) for i in range(4)]
+    expected = [attention(*x, causal=True) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        outs = []
+        for stream, x in zip(streams, inputs):
+            with torch.cuda.stream(stream):
+                outs.append(attention(*x, causal=True))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(outs, expected)), "bitwise equal"
+
+
+def test_cuda_graph():
+    """Replays read what the inputs hold then; a graph beside eager calls on the stream it was captured on."""
+    q, k, v = qkv(seqlen=700)
+    attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True)
+        twice = attention(out, k, v)
+    for seed in range(5):
+        fresh = qkv(seqlen=700, seed=seed)
+        for buffer, x in zip((q, k, v), fresh):
+            buffer.copy_(x)
+        graph.replay()
+        beside = [attention(*fresh, causal=True) for _ in range(3)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, x) for x in beside), "bitwise equal"
+        assert torch.equal(twice, attention(beside[0], fresh[1], fresh[2])), "the second call of the graph"
+
+
+def test_graphs_replayed_side_by_side():
+    inputs = [qkv(batch=1, seqlen=900, heads=8, seed=i) for i in range(2)]
+    expected = [attention(*x, causal=True) for x in inputs]
+    graphs, outs = [], []
+    for x in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(attention(*x, causal=True))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for out in outs:
+            out.zero_()
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(outs, expected)), "bitwise equal"
+
+
+def test_threads():
+    """Eight threads call at once, each on a stream of its own."""
+    inputs = [qkv(head_dim=(32, 64, 128)[i % 3], seed=i) for i in range(8)]
+    expected = [attention(*x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def work(x):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                out = attention(*x)
+            torch.cuda.current_stream().synchronize()
+        return out
+
+    with ThreadPoolExecutor(8) as pool:
+        outs = list(pool.map(work, inputs))
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected)), "bitwise equal"
+
+
+FIRST_CALLS = """
+import threading, torch, cute_fa
+inputs = [torch.randn(1, 100, 2, d, device="cuda", dtype=torch.bfloat16) for d in (64, 80, 128, 192) for _ in range(2)]
+outs, barrier = [None] * 8, threading.Barrier(8)
+def first(i):
+    barrier.wait()
+    outs[i] = cute_fa.flash_attn_func(inputs[i], inputs[i], inputs[i])
+threads = [threading.Thread(target=first, args=(i,)) for i in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+for x, out in zip(inputs, outs):
+    y = x.transpose(1, 2)
+    plain = torch.nn.functional.scaled_dot_product_attention(y, y, y).transpose(1, 2)
+    assert (out - plain).abs().max() < 0.05, x.shape
+print("eight first calls")
+"""
+
+
+def run_python(code, tmp_path):
+    import os
+
+    root = Path(cute_fa.__file__).parent.parent
+    environment = os.environ | {"CUTE_FA_CACHE_DIR": str(tmp_path / "cache")}
+    return subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+
+
+def test_eight_threads_with_eight_first_calls(tmp_path):
+    done = run_python(FIRST_CALLS, tmp_path)
+    assert done.stdout.strip() == "eight first calls", done.stderr[-2000:]
+
+
+SECOND_PROCESS = """
+import torch, time
+x = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+begin = time.perf_counter()
+import cute_fa
+cute_fa.flash_attn_func(x, x, x)
+torch.cuda.synchronize()
+print(time.perf_counter() - begin)
+"""
+
+
+def test_second_process_starts_fast(tmp_path):
+    """A warm disk cache: from `import cute_fa` to the first result in under two seconds."""
+    first, second = (run_python(SECOND_PROCESS, tmp_path) for _ in range(2))
+    assert first.returncode == 0 and second.returncode == 0, first.stderr[-2000:] + second.stderr[-2000:]
+    assert float(second.stdout) < 2, f"first process {first.stdout.strip()} s, second {second.stdout.strip()} s"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_device():
+    q, k, v = qkv(device="cuda:1")
+    with torch.cuda.device(0):
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        assert torch.cuda.current_device() == 0, "the current device is as before"
+    assert out.device == lse.device == torch.device("cuda:1"), "where the inputs are"
+    expected = attention(*(x.to("cuda:0") for x in (q, k, v)), causal=True)
+    assert torch.equal(out.cpu(), expected.cpu()), "bitwise equal"
+
+
+def test_autocast():
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = attention(q, k, v)
+    assert torch.equal(out, attention(q.half(), k.half(), v.half())), "cast as autocast says"
+    with pytest.raises((TypeError, ValueError), match="q: expected"):
+        attention(q, k, v)
+
+
+def test_gradients_are_refused_before_anything_runs():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with pytest.raises(NotSupportedError, match="no_grad"):
+        attention(q, k, v)
+    with torch.no_grad():
+        assert attention(q, k, v).isfinite().all(), "no gradient asked for"
+
+
+def test_compiled_call_with_dynamic_lengths():
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, return_lse=True), fullgraph=True, dynamic=True)
+    for seqlen in (100, 256, 300):
+        inputs = qkv(seqlen=seqlen)
+        found, expected = compiled(*inputs), attention(*inputs, causal=True, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected)), "bitwise equal"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_opcheck(causal):
+    call = Call(*(None,) * 8, 0, 0, 0.125, None, 0 if causal else None, 0, 0.0, 0.0, False, False)
+    torch.library.opcheck(torch.ops.cute_fa.attention_forward, (*qkv(), *call))
+
+
+def test_against_the_reference_backend():
+    """The same call on the CPU."""
+    q, k, v = qkv(seqlen=200)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    cpu_out, cpu_lse = attention(q.cpu(), k.cpu(), v.cpu(), causal=True, return_lse=True)
+    assert (out.cpu() - cpu_out).abs().max() < 2e-2 and (lse.cpu() - cpu_lse).abs().max() < 1e-3, "same results"

@@ -1,0 +1,48 @@
+"""The plans that are compiled and checked: few, different, and enough for every problem."""
+
+import itertools
+
+from cute_fa.core.mask_spec import MaskSpec
+from cute_fa.core.problem import AttentionProblem, ScoreSpec
+from cute_fa.tuning.candidates import checked_plans
+from cute_fa.tuning.heuristics import forward_plan
+
+TILES = (64, 96, 128, 192, 256)
+DTYPES = ("bfloat16", "float16")
+
+
+def pair_of(plan) -> tuple[int, int]:
+    return plan.tile.head_dim, plan.tile.head_dim_v
+
+
+def test_few_and_different():
+    plans = checked_plans()
+    assert len(plans) <= 150, f"{len(plans)} plans of two or three seconds each"
+    assert len(set(plans)) == len(plans), "a plan comes twice"
+    assert len({plan.name for plan in plans}) == len(plans), "two plans have one name"
+
+
+def test_every_pair_of_tiles_with_each_dtype_and_mask():
+    plans = checked_plans()
+    for pair in itertools.product(TILES, TILES):
+        of_pair = [(plan.dtype, plan.is_causal) for plan in plans if pair_of(plan) == pair]
+        if pair[0] == pair[1]:
+            assert set(of_pair) == set(itertools.product(DTYPES, (False, True))), f"all four of {pair}, got {of_pair}"
+        assert {dtype for dtype, _ in of_pair} == set(DTYPES), f"dtypes of {pair}, got {of_pair}"
+        assert {is_causal for _, is_causal in of_pair} == {False, True}, f"masks of {pair}, got {of_pair}"
+
+
+def test_what_problems_get_is_checked():
+    """Equal tiles: the very plan. Unequal ones: their pair, and a plan that differs in dtype or mask alone."""
+    plans = set(checked_plans())
+    tiles = {(pair_of(plan), plan.is_causal, plan.tile) for plan in plans}
+    sizes = ((1, 1, 1), (1, 1, 4096), (2, 300, 300), (4, 2048, 2048), (4, 2049, 2049), (1, 16384, 128), (16, 4096, 4096))
+    grid = itertools.product(DTYPES, (8, 64, 72, 128, 136, 256), (8, 64, 96, 104, 192, 256), (None, 0), sizes, (1, 16), (78, 132))
+    for dtype, head_dim, head_dim_v, right, (batch, seqlen_q, seqlen_k), heads, num_sms in grid:
+        scores = ScoreSpec(1.0, MaskSpec(right=right))
+        problem = AttentionProblem("dense", dtype, batch, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim_v, scores)
+        plan = forward_plan(problem, num_sms)
+        if plan.tile.head_dim == plan.tile.head_dim_v:
+            assert plan in plans, f"{plan.name} for {problem}"
+        else:
+            assert (pair_of(plan), plan.is_causal, plan.tile) in tiles, f"{plan.name} for {problem}"
