@@ -1,4 +1,4 @@
-"""`cute-fa compile`: fills a folder of compiled kernels ahead of time, without a GPU, for this machine or for others."""
+"""`cute-fa compile`: fills a folder with compiled kernels ahead of time, without a GPU, for this machine or others."""
 
 import multiprocessing
 import os
@@ -37,11 +37,11 @@ def compile(
         list[int], typer.Option(min=1, max=HEAD_DIM_TILES[-1], help="Of q, k and v; may be repeated.")
     ] = list(HEAD_DIM_TILES),
     dtype: Annotated[list[Dtype], typer.Option(help="Of q, k and v; may be repeated.")] = list(Dtype),
-    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="One mask only; both if left out.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="One mask; both if left out.")] = None,
     seqlen: Annotated[
         list[int], typer.Option(min=1, help="Of q and k, as far as it shapes the kernel; may be repeated.")
     ] = [4096],
-    jobs: Annotated[int, typer.Option(min=1, help="Number of processes; a core each if left out.")] = os.cpu_count() or 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; one a core if left out.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Folder to fill, else the one that this machine uses.")] = None,
 ) -> None:
     """Compile kernels ahead of time, without a GPU."""
@@ -54,8 +54,8 @@ def compile(
     typer.echo(f"\n{len(plans)} kernels in {folder}, {time.perf_counter() - begin:.1f} s in all")
     typer.echo(
         f"Use them here or on another machine: export {CACHE_DIR.name}={shlex.quote(str(folder))}\n"
-        f"A machine takes them if it has the same versions of cute-fa and of the packages that `cute-fa doctor` lists, and"
-        f" the same kind of CPU ({platform.machine()}); others compile their own."
+        f"A machine takes them if it has the same versions of cute-fa and of the packages that `cute-fa doctor` lists,"
+        f" and the same kind of CPU ({platform.machine()}); others compile their own."
     )
 
 

@@ -1,7 +1,7 @@
 """What the package needs of a machine, as facts: Python, packages, and the architecture its kernels are compiled for.
 
 `pyproject.toml` tells pip the same versions. They stand here again because a checkout has no metadata and Python 3.10
-no TOML reader; the test of this file fails when the two differ. `cute-fa` reads this table, nothing else does.
+no TOML reader; the test of this file fails when the two differ. `cute-fa` and `host/compile.py` read this table.
 """
 
 import re

@@ -3,10 +3,12 @@
 import cutlass
 from cutlass import Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from cute_fa.device.hopper import make_trivial_tiled_mma
 
 ROWS_PER_WARPGROUP = 64
-K_PER_INSTRUCTION = 16  # of 16-bit operands
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}  # of operands, by the names of core/dtypes.py
 
 
 def scores_mma(dtype, num_warpgroups: int, tile_n: int):
@@ -44,6 +46,3 @@ def issue(mma_first, mma_rest, accumulator, a, b):
 def wait(num_in_flight: int):
     """SYNC: all groups of products but the latest num_in_flight are done, their accumulators can be read."""
     warpgroup.wait_group(num_in_flight)
-
-
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}

@@ -59,20 +59,20 @@ _fallback: Path | None = None
 
 
 def load(plan) -> Callable:
-    """The TVM-FFI function of the plan's kernel. Keep it no longer than for a launch: dropping it unloads the kernel."""
+    """The TVM-FFI function of the plan's kernel. Keep it for one launch only: the last reference unloads the kernel."""
     loaded = _loaded.get(plan) or _load_first(plan)
     loaded.last_use = next(_calls)
     return loaded.function
 
 
 def pin(plan) -> None:
-    """Keeps the plan's function for the life of the process: a captured graph holds its kernel, but no reference to it."""
+    """Keeps the plan's function for the life of the process, for a captured graph, which holds no reference to it."""
     with _lock:
         _load_first(plan).is_pinned = True
 
 
 def fill(plan, folder: Path) -> Path:
-    """The sound entry of the plan in `folder`, compiled if there is none. OSError where the folder cannot be written."""
+    """The plan's sound entry in `folder`, compiled if there is none. OSError where the folder cannot be written."""
     key = key_of(plan)
     path = folder / f"{plan.name}-{key[:16]}.o"
     if not _is_sound(path, key):
@@ -123,7 +123,8 @@ def _temporary_folder(reason: OSError) -> Path:
         atexit.register(shutil.rmtree, _fallback, ignore_errors=True)
         got = f"{cache_dir()} ({type(reason).__name__}: {reason})"
         advice = "This process compiles its kernels into a temporary folder; set the variable to keep them"
-        warnings.warn(expected(CACHE_DIR.name, "a folder that can be written", got, advice), RuntimeWarning, stacklevel=2)
+        message = expected(CACHE_DIR.name, "a folder that can be written", got, advice)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     return _fallback
 
 

@@ -35,7 +35,7 @@ def compile_plan(plan, options: str = ""):
 
 
 def object_code(plan) -> bytes:
-    """An ELF object file that exports the plan's kernel as a TVM-FFI function: cubin, launch, checks of the arguments."""
+    """An ELF object file that exports the kernel as a TVM-FFI function: cubin, launch, checks of the arguments."""
     with _lock, tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.o")
         compile_plan(plan).export_to_c(str(path), function_name=symbol(plan))
@@ -67,7 +67,7 @@ def import_dsl():
             import_module(module)
     except ImportError as error:
         got = f"{type(error).__name__} ({error})"
-        packages = f"{DSL.name} and {TVM_FFI.name}"
+        packages, rule = f"{DSL.name} and {TVM_FFI.name}", "packages that compile the kernels of CUDA tensors"
         advice = f"Run: pip install '{DSL}' '{TVM_FFI}'"
-        raise DeviceError(expected(packages, "packages that compile the kernels of CUDA tensors", got, advice)) from error
+        raise DeviceError(expected(packages, rule, got, advice)) from error
     return import_module(DSL.module)

@@ -78,39 +78,38 @@ def dense(q, k, v, options: AttentionOptions):
     An eager call like an earlier one skips the checks.
     """
     q, k, v = autocast(q, k, v)
-    if not _is_eager(q, k, v) or options.alibi_slopes is not None or options.learnable_sink is not None:
-        return _attend(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
-    needs_backward = _needs_backward(q, k, v)
-    key = (
-        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(_hashable(options), needs_backward, torch.are_deterministic_algorithms_enabled()),
-    )
-    call = _checked.get(key)
+    key = _key(q, k, v, options) if _is_eager(q, k, v) else None
+    call = key and _checked.get(key)
     if call is None:
-        problem = validate.dense(q, k, v, options)
-        if problem.scores.dropout_p:
-            return _attend(q, k, v, problem, options, _DENSE)
-        support.require(problem, q.device, needs_backward)
-        call = _call(problem, options, _DENSE, rng_state=None)
-        if len(_checked) >= _MAX_CHECKED:
-            _checked.clear()
-        _checked[key] = call
-    _refuse_forward_mode(q, k, v)
-    if needs_backward:
-        return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
-    # Autograd has nothing to record, and its Python would take as long as all else here.
-    with torch._C._AutoDispatchBelowAutograd():
-        return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+        call = _call(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
+        if key and call.rng_state is None:
+            if len(_checked) >= _MAX_CHECKED:
+                _checked.clear()
+            _checked[key] = call
+    return _run(q, k, v, call, options)
+
+
+def _key(q, k, v, options: AttentionOptions):
+    """What checks and scalars of a dense call depend on, or None where options hold tensors or what cannot be hashed.
+
+    Types are in it because 1, 1.0 and True are equal, and not all of them legal.
+    """
+    if options.alibi_slopes is not None or options.learnable_sink is not None or type(options.window_size) is not tuple:
+        return None
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    types = tuple(map(type, options)), tuple(map(type, options.window_size))
+    key = (*tensors, options, *types, _needs_backward(q, k, v), torch.are_deterministic_algorithms_enabled())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_eager(*tensors) -> bool:
-    """Whether these are torch's own tensors, outside of a trace: then sizes are ints and nothing else looks on."""
-    return not torch.compiler.is_compiling() and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-
-
-def _hashable(options: AttentionOptions) -> AttentionOptions:
-    window_size = options.window_size
-    return options if type(window_size) is tuple else options._replace(window_size=repr(window_size))
+    """Whether these are torch's own tensors, outside of a trace and of forward mode: then nothing else looks on."""
+    is_plain = all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    return is_plain and forward_ad._current_level < 0 and not torch.compiler.is_compiling()
 
 
 def _needs_backward(*tensors) -> bool:
@@ -124,23 +123,19 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
     if validate.has_values(q):
         validate.varlen_values(q, k, sequences)
     lengths = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}  # ints, where tensors were given
-    return _attend(q, k, v, problem, options, dataclasses.replace(sequences, **lengths))
+    return _run(q, k, v, _call(q, k, v, problem, options, dataclasses.replace(sequences, **lengths)), options)
 
 
-def _attend(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences):
+def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences) -> Call:
+    """The operator's arguments, once it is sure that something computes the checked problem."""
     tensors = (q, k, v, options.learnable_sink)
     support.require(problem, q.device, _needs_backward(*tensors))
     _refuse_forward_mode(*tensors)
+    scores = problem.scores
     rng_state = None
-    if problem.scores.dropout_p:
+    if scores.dropout_p:
         # Seed and offset come from torch's generator of the device, so manual_seed, fork_rng, checkpointing and graphs work.
         rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    call = _call(problem, options, sequences, rng_state)
-    return _results(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
-
-
-def _call(problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences, rng_state) -> Call:
-    scores = problem.scores
     return Call(
         alibi_slopes=options.alibi_slopes,
         learnable_sink=options.learnable_sink,
@@ -157,9 +152,14 @@ def _call(problem: AttentionProblem, options: AttentionOptions, sequences: Packe
     )
 
 
-def _results(results, options: AttentionOptions):
-    """Of the operator's results, those that the call asks for."""
-    out, lse, probs = results
+def _run(q, k, v, call: Call, options: AttentionOptions):
+    """Runs the operator and returns what `options` asks for."""
+    if not _is_eager(q, k, v) or _needs_backward(q, k, v, call.learnable_sink):
+        out, lse, probs = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
+    else:
+        # Autograd has nothing to record, and its Python would take as long as all else here.
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, probs = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
     if options.return_attn_probs:
         return out, lse, probs
     return (out, lse) if options.return_lse else out

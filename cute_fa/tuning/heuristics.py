@@ -1,4 +1,4 @@
-"""Heuristics: problem -> plan, by rules that hold what was measured on an H200 (`benchmarks/results/`)."""
+"""Heuristics: problem -> plan. What the rules give on an H200 stands in `benchmarks/results/`."""
 
 from cute_fa.core.problem import AttentionProblem
 from cute_fa.tuning.budget import ForwardTile

@@ -1,4 +1,4 @@
-"""`cute-fa compile`: which problems give the plans, the processes, what is printed, and that the folder is then used."""
+"""`cute-fa compile`: which problems give the plans, processes, what is printed, and whether the folder is then used."""
 
 import os
 import re
@@ -46,7 +46,8 @@ def test_problems(problems):
     plans = file.plans_of([64, 80], ["bfloat16", "float16"], [False, True], [100, 5000])
     assert plans == [Plan("plan of 64"), Plan("plan of 80")], "each plan once"
     found = {(p.head_dim, p.dtype, p.scores.mask.name, p.seqlen_q) for p in problems}
-    assert found == set(product((64, 80), ("bfloat16", "float16"), ("full", "causal"), (100, 5000))), "every combination"
+    combinations = product((64, 80), ("bfloat16", "float16"), ("full", "causal"), (100, 5000))
+    assert found == set(combinations), "every combination"
     for problem in problems:
         assert problem.layout == "dense" and problem.head_dim_v == problem.head_dim, f"got {problem}"
         assert problem.seqlen_k == problem.seqlen_q and problem.num_heads_kv == problem.num_heads_q, f"got {problem}"
@@ -84,7 +85,7 @@ def test_options(arguments, head_dims, dtypes, masks, seqlens, problems, monkeyp
 
 
 def test_fills_a_folder(monkeypatch, capsys, tmp_path):
-    """In spawned processes, whose interpreters find tiny kernels in place of the registry's; then loads from the folder."""
+    """In spawned processes, which find tiny kernels in place of the registry's; then this one loads from the folder."""
     monkeypatch.syspath_prepend(HOST_TESTS)
     import tiny_kernel
 

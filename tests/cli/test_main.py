@@ -12,6 +12,7 @@ from cute_fa.cli import main
 from cute_fa.core.errors import DeviceError, NotSupportedError, expected
 
 CHECKOUT = Path(__file__).parents[2]
+COMMANDS = ("train", "doctor", "gradcheck", "inspect", "compile")  # and bench, whose help is that of benchmarks.run
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
@@ -36,11 +37,11 @@ def test_version(monkeypatch, capsys):
 def test_help_names_every_subcommand(monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, "--help")
     assert code == 0, "help succeeds"
-    for command in ("train", "doctor", "gradcheck"):
+    for command in (*COMMANDS, "bench"):
         assert re.search(rf"\b{command}\b", out), f"help does not name {command}"
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "gradcheck"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_subcommand(command, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, command, "--help")
     assert code == 0, f"{command} --help succeeds"

@@ -11,8 +11,8 @@ from cute_fa.host.compile import OPTIONS
 def build(tmp_path_factory):
     """build(launch, *arguments) gives a function of torch tensors and numbers, without the compile-time arguments.
 
-    launch: a @cute.jit function whose last argument is the stream. arguments: a pair (dtype, shape) for a contiguous tensor,
-    all else as it is. The function comes from an object file, which works whatever the architecture of the machine is.
+    launch: a @cute.jit function whose last argument is the stream. arguments: a pair (dtype, shape) for a contiguous
+    tensor, all else as it is. The function comes from an object file, which loads on a machine of any architecture.
     """
 
     def made(argument):

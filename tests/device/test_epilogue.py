@@ -95,7 +95,10 @@ def launch_store(
     )
 
 
-@pytest.fixture(scope="module", params=[(64, "bf16"), (96, "fp16"), (256, "bf16")], ids=["d64-bf16", "d96-fp16", "d256-bf16"])
+SIZES = {"d64-bf16": (64, "bf16"), "d96-fp16": (96, "fp16"), "d256-bf16": (256, "bf16")}
+
+
+@pytest.fixture(scope="module", params=SIZES.values(), ids=SIZES)
 def store(build, request):
     """(function, tile_d, torch dtype): M_BLOCKS tiles of every head, into an output of any size."""
     tile_d, name = request.param

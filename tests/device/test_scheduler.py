@@ -1,7 +1,6 @@
 """The tile scheduler on a GPU: every tile reaches every consumer warp once, and the counter is left as it was found."""
 
 import cuda.bindings.driver as cuda
-import cutlass
 import pytest
 import torch
 from cutlass import Boolean, Int32, cute

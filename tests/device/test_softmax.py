@@ -53,7 +53,9 @@ def maxima_kernel(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: c
 
 
 @cute.jit
-def launch_maxima(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr, stream: cuda.CUstream):
+def launch_maxima(
+    x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr, stream: cuda.CUstream
+):
     maxima_kernel(x, old, out, has_old).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
 
@@ -88,7 +90,12 @@ def test_row_maxima(maxima):
 
 @cute.kernel
 def exponentials_kernel(
-    x: cute.Tensor, reference: cute.Tensor, p: cute.Tensor, sums: cute.Tensor, scale: Float32, is_scaled: cutlass.Constexpr
+    x: cute.Tensor,
+    reference: cute.Tensor,
+    p: cute.Tensor,
+    sums: cute.Tensor,
+    scale: Float32,
+    is_scaled: cutlass.Constexpr,
 ):
     """In two parts that together are all columns."""
     lane = cute.arch.thread_idx()[0]
@@ -145,14 +152,20 @@ def test_exponentials(exponentials):
 
 @cute.kernel
 def reference_kernel(
-    acc_O: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, maxima: cute.Tensor, moved: cute.Tensor, risen: cute.Tensor
+    acc_O: cute.Tensor,
+    reference: cute.Tensor,
+    total: cute.Tensor,
+    maxima: cute.Tensor,
+    moved: cute.Tensor,
+    risen: cute.Tensor,
 ):
     """moved: (rows, columns of O, then reference and total)."""
     lane = cute.arch.thread_idx()[0]
-    acc = load(acc_O, lane)
+    acc, factors = load(acc_O, lane), cute.make_rmem_tensor(2, Float32)
     old, totals, new = (pair_of_rows(tensor, lane) for tensor in (reference, total, maxima))
     risen[lane] = Int32(softmax.has_risen(old, new))
-    softmax.move_reference(acc, old, totals, new)
+    softmax.move_reference(old, totals, factors, new)
+    softmax.rescale(acc, factors)
     for i in cutlass.range_constexpr(cute.size(acc)):
         moved[place(lane, i)] = acc[i]
     for r in cutlass.range_constexpr(2):
@@ -176,8 +189,8 @@ def launch_reference(
 
 @pytest.fixture(scope="module")
 def move_reference(build):
-    rows = (Float32, (ROWS,))
-    return build(launch_reference, (Float32, (ROWS, COLUMNS)), rows, rows, rows, (Float32, (ROWS, COLUMNS + 2)), (Int32, (32,)))
+    rows, moved = (Float32, (ROWS,)), (Float32, (ROWS, COLUMNS + 2))
+    return build(launch_reference, (Float32, (ROWS, COLUMNS)), rows, rows, rows, moved, (Int32, (32,)))
 
 
 def test_move_reference_compiles(move_reference):
@@ -187,7 +200,7 @@ def test_move_reference_compiles(move_reference):
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_move_reference(move_reference):
-    """Rows r and r + 8 belong to one thread: it asks for a rescale if one of them has risen by more than 8."""
+    """Rows r and r + 8 belong to one thread, which asks for a rescale of O if one of them has risen by more than 8."""
     acc_O, reference, total = normal(ROWS, COLUMNS), normal(ROWS, seed=1).round(), normal(ROWS, seed=2).abs()
     rise = torch.tensor([0.0, 8.0, 8.5, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, 1.0, 0.0, 0.0, 0.0])
     maxima = reference + rise
@@ -214,7 +227,9 @@ def range_kernel(total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dty
 
 
 @cute.jit
-def launch_range(total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream):
+def launch_range(
+    total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream
+):
     range_kernel(total, partial, out, dtype).launch(
         grid=(cute.ceil_div(out.shape[0], 32), 1, 1), block=(32, 1, 1), stream=stream
     )
@@ -253,7 +268,8 @@ def test_is_out_of_range(out_of_range):
     wanted = torch.tensor([a[2] or b[2] for a, b in cases]).int()
     out = torch.full((len(cases),), 7, dtype=torch.int32, device="cuda")
     function(total.cuda(), partial.cuda(), out)
-    assert torch.equal(out.cpu(), wanted), f"wrong for {[case for case, ok in zip(cases, out.cpu() == wanted) if not ok]}"
+    wrong = [case for case, is_right in zip(cases, out.cpu() == wanted) if not is_right]
+    assert not wrong, f"(total, partial, is it bad) of both rows: {wrong}"
 
 
 @cute.kernel

@@ -1,13 +1,12 @@
-"""The launch of a call, up to the kernel: what TMA reads as it lies, what is copied, which plan and counter a launch gets."""
+"""The launch of a call, up to the kernel: what TMA reads as it lies, what is copied, which plan and counter it gets."""
 
 import pytest
 import torch
 
 from cute_fa.core.mask_spec import MaskSpec
-from cute_fa.core.problem import ScoreSpec
 from cute_fa.host import launch
 
-FULL, CAUSAL = MaskSpec(), MaskSpec(right=0)
+FULL, CAUSAL = (None, None, 0), (None, 0, 0)  # left, right, chunk
 
 
 def aligned(*shape, dtype=torch.bfloat16):
@@ -64,46 +63,48 @@ def test_tma_does_not_read_it(x):
 )
 def test_plan_of_a_call(num_sms, head_dim, mask, tile_m):
     """100 tiles of 192 queries: enough for the SMs of an H20 and not for those of an H200."""
-    sizes = 10, 192, 500, 10, 2, head_dim, head_dim
+    shapes = torch.Size((10, 192, 10, head_dim)), torch.Size((10, 500, 2, head_dim))
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
-        plan = launch._plan(dtype, sizes, mask, num_sms)
+        plan = launch.plan_of(dtype, *shapes, mask, num_sms)
         assert (plan.dtype, plan.is_causal) == (name, mask == CAUSAL), "dtype and mask of the call"
         assert (plan.tile.head_dim, plan.tile.tile_m) == (head_dim, tile_m), "head_dim, queries of a tile"
-        assert launch._plan(dtype, sizes, mask, num_sms) is plan, "the same call finds it again"
+        assert launch.plan_of(dtype, *shapes, mask, num_sms) is plan, "the same call finds it again"
 
 
-@pytest.mark.parametrize("position", range(7), ids=["batch", "rows", "keys", "heads", "kv-heads", "head-dim", "head-dim-v"])
-def test_sizes_reach_the_problem_in_order(position, monkeypatch):
-    names = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
+def test_sizes_and_mask_reach_the_heuristics(monkeypatch):
     monkeypatch.setattr(launch, "forward_plan", lambda problem, num_sms: (problem, num_sms))
-    problem, num_sms = launch._plan.__wrapped__(torch.float16, tuple(range(1001, 1008)), CAUSAL, 78)
-    assert getattr(problem, names[position]) == 1001 + position, names[position]
-    assert (problem.layout, problem.dtype, problem.scores.mask, num_sms) == ("dense", "float16", CAUSAL, 78), "and the rest"
+    problem, num_sms = launch.plan_of.__wrapped__(torch.float16, (3, 5, 4, 64), (3, 7, 2, 40), (9, 0, 11), 78)
+    assert (problem.layout, problem.dtype, problem.batch) == ("dense", "float16", 3), "layout, dtype, batch"
+    assert (problem.seqlen_q, problem.seqlen_k) == (5, 7), "queries and keys"
+    assert (problem.num_heads_q, problem.num_heads_kv) == (4, 2), "heads of both"
+    assert (problem.head_dim, problem.head_dim_v) == (64, 40), "dims of both"
+    assert (problem.scores.mask, num_sms) == (MaskSpec(9, 0, 11), 78), "mask and SMs"
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launch with CPU tensors: a kernel that notes its arguments, an H20, and stream 1 of device None current."""
+    """The launch with CPU tensors (device -1): a kernel that notes its plan and arguments, an H20, and stream 1."""
     calls = []
     monkeypatch.setattr(launch.cache, "load", lambda plan: lambda *arguments: calls.append((plan, *arguments)))
     monkeypatch.setattr(launch, "sm_count", lambda device_index: 78)
     monkeypatch.setattr(launch, "_counters", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(1))
+    use_stream(monkeypatch, 1)
     return calls
 
 
-class Stream:
-    def __init__(self, number: int):
-        self.cuda_stream = number
+def use_stream(monkeypatch, number: int):
+    # Builds of torch without CUDA have no such function.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_index: number, raising=False)
 
 
-def call(q=None, k=None, v=None, scores=ScoreSpec(0.3, CAUSAL)):
+def call(q=None, k=None, v=None):
     q = aligned(2, 5, 4, 64) if q is None else q
     k = aligned(2, 7, 2, 64) if k is None else k
     v = aligned(2, 7, 2, 40) if v is None else v
-    return q, k, v, *launch.forward(q, k, v, scores)
+    return q, k, v, *launch.forward(q, k, v, 0.3, CAUSAL)
 
 
 def test_arguments_of_the_kernel(launched):
@@ -119,10 +120,14 @@ def test_arguments_of_the_kernel(launched):
     assert plan.is_causal and (plan.tile.head_dim, plan.tile.head_dim_v) == (64, 64), "the plan of this call"
 
 
+@pytest.mark.parametrize("is_shifted", [True, False], ids=["shifted", "columns-outside"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_tma_does_not_read_is_copied(name, launched):
-    shapes = {"q": (2, 5, 4, 72), "k": (2, 7, 2, 72), "v": (2, 7, 2, 72)}
-    odd = torch.randn(shapes[name]).to(torch.bfloat16)[..., 1:65]
+def test_what_tma_does_not_read_is_copied(name, is_shifted, launched):
+    rows = {"q": (2, 5, 4), "k": (2, 7, 2), "v": (2, 7, 2)}[name]
+    if is_shifted:
+        odd = torch.randn(*rows, 72).to(torch.bfloat16)[..., 1:65]
+    else:
+        odd = torch.randn(64, *rows).to(torch.bfloat16).permute(1, 2, 3, 0)
     call(**{name: odd})
     (_, *given), = launched
     copy = given["qkv".index(name)]
@@ -158,8 +163,8 @@ def test_the_device_of_the_tensors_is_made_current(launched, monkeypatch):
     current, seen = [1], []
 
     class Device:
-        def __init__(self, device):
-            self.index = device.index
+        def __init__(self, index):
+            self.index = index
 
         def __enter__(self):
             current.append(self.index)
@@ -171,12 +176,12 @@ def test_the_device_of_the_tensors_is_made_current(launched, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(launch.cache, "load", lambda plan: lambda *arguments: seen.append(list(current)))
     call()
-    assert seen == [[1, None]] and current == [1], "during the launch alone, and the launch happens once"
+    assert seen == [[1, -1]] and current == [1], "during the launch alone, and the launch happens once"
 
 
 def test_launches_of_one_stream_share_a_counter(launched, monkeypatch):
     call(), call()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(2))
+    use_stream(monkeypatch, 2)
     call()
     first, second, other = (arguments[6] for arguments in launched)
     assert second is first, "launches of a stream follow each other"

@@ -96,7 +96,7 @@ HOPPER_BACKWARD = set()
 
 
 def on_a_gpu(value):
-    """A fake CUDA tensor like `value`, if it is a tensor; q, k, v and caches, which have more than two modes, in bfloat16."""
+    """A fake CUDA tensor like `value`, if it is a tensor; q, k and v, which have more than two modes, in bfloat16."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype = torch.bfloat16 if value.dim() > 2 else value.dtype
@@ -164,9 +164,8 @@ def test_dense_call_without_a_kernel(hopper):
 def test_call_that_needs_a_gradient(name, hopper):
     """Any of the tensors will do; where no gradient is recorded the call goes through."""
     with FakeTensorMode():
-        tensors = {
-            each: torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=each == name) for each in "qkv"
-        }
+        tensors = {each: torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16) for each in "qkv"}
+        tensors[name].requires_grad_()
         with pytest.raises(NotSupportedError) as caught:
             cute_fa.flash_attn_func(**tensors, causal=True)
         for no_gradient in (torch.no_grad(), torch.inference_mode()):

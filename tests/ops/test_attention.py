@@ -310,3 +310,120 @@ def test_compiled_scalars_may_change():
         q, k, v = (torch.randn(1, 5, 2, head_dim) for _ in range(3))
         found, wanted = (function(q, k, v, scale, softcap) for function in (compiled, call))
         assert torch.equal(found, wanted), f"compiled and eager differ at {head_dim}, {scale}, {softcap}"
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No call has been checked yet; gives the memory of those that are."""
+    monkeypatch.setattr(attention, "_checked", {})
+    return attention._checked
+
+
+def test_an_eager_call_is_checked_once(fresh, monkeypatch):
+    checks, check = [], attention.validate.dense
+    monkeypatch.setattr(attention.validate, "dense", lambda *arguments: checks.append(1) or check(*arguments))
+    for _ in range(3):  # other numbers, the same shapes
+        q, k, v = (torch.randn(shape) for shape in DENSE)
+        out = cute_fa.flash_attn_func(q, k, v, causal=True)
+        torch.testing.assert_close(out, plain_attention(q, k, v, causal=True)[0])
+    assert len(checks) == 1, "the first of them alone"
+    others = dict(causal=False, softcap=2.0, softmax_scale=0.5, window_size=(1, 0), deterministic=True)
+    for name, value in others.items():
+        cute_fa.flash_attn_func(q, k, v, **{name: value})
+    cute_fa.flash_attn_func(q.half(), k.half(), v.half(), causal=True)
+    cute_fa.flash_attn_func(q[:, 1:], k, v, causal=True)
+    assert len(checks) == 8, "what differs is another call"
+
+
+def test_calls_of_other_options_do_not_mix(fresh):
+    """Each option by itself, alone and after all others: the same results."""
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in range(3))
+    options = [
+        *(dict(), dict(causal=True), dict(window_size=(1, 0)), dict(window_size=[1, 1]), dict(window_size=(None, 2))),
+        *(dict(softcap=2.0), dict(softmax_scale=0.5), dict(attention_chunk=2), dict(return_lse=True)),
+        *(dict(return_attn_probs=True), dict(causal=True, return_lse=True), dict(deterministic=True)),
+    ]
+
+    def results(**given):
+        found = cute_fa.flash_attn_func(q, k, v, **given)
+        return found if isinstance(found, tuple) else (found,)
+
+    alone = []
+    for given in options:
+        fresh.clear()
+        alone.append(results(**given))
+    for _ in range(2):
+        for given, wanted in zip(options, alone):
+            found = results(**given)
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), f"{given} after others"
+
+
+def test_gradients_follow_the_mode_of_each_call(fresh):
+    inputs = leaves(1, 3, 3)
+    with torch.no_grad():
+        assert not cute_fa.flash_attn_func(*inputs).requires_grad, "nothing is recorded"
+    first = torch.autograd.grad(cute_fa.flash_attn_func(*inputs).sum(), inputs)
+    assert not cute_fa.flash_attn_func(*(x.detach() for x in inputs)).requires_grad, "no input needs a gradient"
+    with torch.inference_mode():
+        assert cute_fa.flash_attn_func(*inputs).is_inference(), "an inference tensor"
+    again = torch.autograd.grad(cute_fa.flash_attn_func(*inputs).sum(), inputs)
+    assert all(grad.abs().max() > 0 for grad in (first[0], first[1], first[2])), "gradients"
+    assert all(map(torch.equal, first, again)), "the same whatever was called in between"
+
+
+def test_deterministic_algorithms_are_another_call(fresh, monkeypatch):
+    q, k, v = (torch.randn(shape) for shape in DENSE)
+    for is_on in (False, True, False):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_on)
+        cute_fa.flash_attn_func(q, k, v)
+    assert sorted(call.deterministic for call in fresh.values()) == [False, True], "one call of each kind"
+
+
+def test_dropout_is_drawn_in_every_call(fresh):
+    q, k, v = (torch.randn(shape) for shape in DENSE)
+    torch.manual_seed(5)
+    first, second = (cute_fa.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(5)
+    again = cute_fa.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert torch.equal(again, first) and not torch.equal(second, first), "a mask of its own, from torch's generator"
+
+
+def test_tensors_beside_q_k_and_v_are_not_remembered(fresh):
+    q, k, v = (torch.randn(shape) for shape in DENSE)
+    for name in ("alibi_slopes", "learnable_sink"):
+        small, large = (cute_fa.flash_attn_func(q, k, v, **{name: torch.full((4,), value)}) for value in (0.1, 2.0))
+        assert not torch.equal(small, large), f"{name} of the call itself"
+    assert not fresh, "such calls are checked each time"
+
+
+def test_memory_of_checked_calls_is_bounded(fresh, monkeypatch):
+    monkeypatch.setattr(attention, "_MAX_CHECKED", 3)
+    for seqlen in range(1, 9):
+        q = torch.randn(1, seqlen, 2, 8)
+        cute_fa.flash_attn_func(q, q, q)
+        assert len(fresh) <= 3, "calls"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("window_size", (-1.0, -1.0)),
+        ("num_splits", 0.0),
+        ("num_splits", False),
+        ("dropout_p", False),
+        ("attention_chunk", 0.0),
+        ("softcap", [1.0]),
+        ("window_size", ([1], 2)),
+        ("num_splits", {}),
+    ],
+    ids=[
+        *("window-of-floats", "float-splits", "bool-splits", "bool-dropout", "float-chunk"),
+        *("list-softcap", "list-in-window", "dict-splits"),
+    ],
+)
+def test_an_earlier_call_makes_no_wrong_one_right(name, value, fresh):
+    """Python takes 0.0, False and 0 for equal; the checks do not, and some wrong values cannot be looked up at all."""
+    q = torch.randn(1, 3, 2, 8)
+    cute_fa.flash_attn_func(q, q, q)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected "):
+        cute_fa.flash_attn_func(q, q, q, **{name: value})

@@ -1,4 +1,4 @@
-"""Which plan a problem gets: the compiled tile of every head_dim, the rules of H20 and H200, and that all of it fits."""
+"""Which plan a problem gets: the compiled tile of every head_dim, the rules on H20 and H200, and that all fit."""
 
 import pytest
 
@@ -39,11 +39,11 @@ def test_every_head_dim_gets_the_smallest_tile_that_holds_it():
 
 
 def test_a_tma_box_never_lies_wholly_outside_the_tensor():
-    """A box is 64 columns wide, or 32 where 64 does not divide the tile; the last one still has a column of the tensor."""
+    """A box has 64 columns, or 32 where 64 does not divide the tile; the last one still has a column of the tensor."""
     for head_dim in HEAD_DIMS:
         tile = plan_of(head_dim).tile.head_dim
         last_box = tile - (64 if tile % 64 == 0 else 32)
-        assert last_box < head_dim <= tile, f"head_dim {head_dim} in a tile of {tile}, whose last box begins at {last_box}"
+        assert last_box < head_dim <= tile, f"head_dim {head_dim}: the last box of {tile} begins at {last_box}"
 
 
 def test_sides_of_tma_boxes():
@@ -55,7 +55,7 @@ def test_sides_of_tma_boxes():
 
 
 def test_every_plan_fits():
-    """Shared memory of a block (227 KiB), and registers of a consumer thread after setmaxnreg, 32 of them for other things."""
+    """Shared memory of a block, 227 KiB, and registers of a consumer thread, of which 32 are for other things."""
     for plan in every_plan():
         t = plan.tile
         q, o = (2 * t.tile_m * dim for dim in (t.head_dim, t.head_dim_v))

@@ -6,12 +6,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, epilogue, mma, scheduler, softmax, tma
+from cute_fa.device import barriers, epilogue, hopper, mma, scheduler, softmax, tma
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
 from cute_fa.kernels.forward import mainloop
@@ -58,7 +55,7 @@ class ForwardKernel:
 
     def fake_arguments(self):
         """Arguments of `__call__` for the compiler: dtypes, ranks, and the alignment that TMA needs, checked at each call."""
-        size, stride = cutlass.cute.sym_int32, cutlass.cute.sym_int64
+        size, stride = cute.sym_int32, cute.sym_int64
         batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v = (size() for _ in range(7))
 
         def rows(*shape):
@@ -108,10 +105,13 @@ class ForwardKernel:
         atom_k, coord_K = tma.load_atom(mK, layouts[1], (tile.tile_n, tile.head_dim))
         atom_v, coord_Vt = tma.load_atom(mVt, layouts[2], (tile.head_dim_v, tile.tile_n))
         box = epilogue.box(tile.head_dim_v)
-        box_layout = hopper_helpers.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, box, 1)
+        box_layout = hopper.make_smem_layout_epi(self.dtype, hopper.ROW_MAJOR, box, 1)
         atom_o, coord_O = tma.store_atom(mO, box_layout, box)
         scores = mma.scores_mma(self.dtype, num_warpgroups, tile.tile_n)
         values = mma.values_mma(self.dtype, num_warpgroups, tile.head_dim_v)
+        # What profilers show.
+        name = f"cute_fa_{self.plan.name}".replace("-", "_")
+        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             ForwardTma(atom_q, atom_k, atom_v, atom_o),
             ForwardGmem(coord_Q, coord_K, coord_Vt, coord_O, mO, _transposed(lse, (2, 1, 0)), counter),
@@ -262,14 +262,14 @@ class ForwardKernel:
 
     def _smem_layouts(self):
         """Swizzled layouts of sQ, sK, sVt and sO, last mode the stage."""
-        tile, stages = self.plan.tile, self.plan.tile.num_kv_stages
-        operands = (tile.tile_m, tile.tile_n, tile.head_dim), (tile.tile_m, tile.head_dim_v, tile.tile_n)
-        a, b, o = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b, hopper_helpers.make_smem_layout_epi
+        tile, dtype = self.plan.tile, self.dtype
+        scores = (tile.tile_m, tile.tile_n, tile.head_dim)
+        values = (tile.tile_m, tile.head_dim_v, tile.tile_n)
         return (
-            a(LayoutEnum.ROW_MAJOR, operands[0], self.dtype, tile.num_q_stages),
-            b(LayoutEnum.ROW_MAJOR, operands[0], self.dtype, stages),
-            b(LayoutEnum.COL_MAJOR, operands[1], self.dtype, stages),
-            o(self.dtype, LayoutEnum.ROW_MAJOR, (tile.tile_m, tile.head_dim_v), 1),
+            hopper.make_smem_layout_a(hopper.ROW_MAJOR, scores, dtype, tile.num_q_stages),
+            hopper.make_smem_layout_b(hopper.ROW_MAJOR, scores, dtype, tile.num_kv_stages),
+            hopper.make_smem_layout_b(hopper.COL_MAJOR, values, dtype, tile.num_kv_stages),
+            hopper.make_smem_layout_epi(dtype, hopper.ROW_MAJOR, (tile.tile_m, tile.head_dim_v), 1),
         )
 
     def _allocate(self, layout_Q, layout_K, layout_Vt, layout_O):
@@ -283,7 +283,7 @@ class ForwardKernel:
         fields["slot_words"] = TileSlots.storage()
         for name, layout in buffers.items():
             fields[name] = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
-        storage = SmemAllocator().allocate(cute.struct(type("ForwardStorage", (), {"__annotations__": fields})))
+        storage = hopper.SmemAllocator().allocate(cute.struct(type("ForwardStorage", (), {"__annotations__": fields})))
         tensors = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
         }

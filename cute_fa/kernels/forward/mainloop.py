@@ -86,7 +86,7 @@ def masked_step(w: Consumer, band: Band, n_block, row, k, v, q_index):
 def unmasked_step(w: Consumer, k, v, q_index):
     """A block that all rows see: no maxima. `reference` must be finite.
 
-    PERF: the wait for O stands half-way through the exponentials, where O is done: V's stage is freed early.
+    The wait for O stands half-way through the exponentials, where O is done, so that V's stage is freed early.
     """
     num_groups = cute.size(w.acc_S) // 4
     exponentials = partial(softmax.exponentials, w.acc_S, scale_log2=w.scale_log2)
