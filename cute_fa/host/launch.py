@@ -27,22 +27,28 @@ def forward(q, k, v, softmax_scale: float, mask: tuple):
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return forward(q, k, v, softmax_scale, mask)
-    batch, seqlen_q, heads_q, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
-    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    if v.shape[1] == 0:
+    q_shape, v_shape = q.shape, v.shape
+    out = q.new_empty((*q_shape[:3], v_shape[3]))
+    lse = q.new_empty((q_shape[0], q_shape[2], q_shape[1]), dtype=torch.float32)
+    strides = q.stride(), k.stride(), v.stride()
+    plan, num_sms, has_tma_strides = _prepare(device_index, q.dtype, mask, (q_shape, k.shape, v_shape), strides)
+    if plan is None:
         return out.zero_(), lse.fill_(-torch.inf)
-    num_sms = sm_count(device_index)
-    plan = plan_of(q.dtype, q.shape, v.shape, mask, num_sms)
-    kernel = cache.load(plan)
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES or not _have_tma_strides(
-        q.itemsize, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    ):
+    if not has_tma_strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
         q, k, v = (x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-    kernel(q, k, v, out, lse, _counter(device_index, plan), softmax_scale, num_sms)
+    cache.load(plan)(q, k, v, out, lse, _counter(device_index, plan), softmax_scale, num_sms)
     return out, lse
+
+
+@lru_cache(maxsize=4096)
+def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple):
+    """(plan, SMs of the device, whether TMA takes the strides as they are); plan None where there is no pair to score."""
+    num_sms = sm_count(device_index)
+    q_shape, _, v_shape = shapes
+    has_pairs = 0 not in q_shape and 0 not in v_shape
+    plan = plan_of(dtype, q_shape, v_shape, mask, num_sms) if has_pairs else None
+    has_tma_strides = all(_has_tma_strides(dtype.itemsize, *pair) for pair in zip(shapes, strides))
+    return plan, num_sms, has_tma_strides
 
 
 def is_tma_readable(x) -> bool:
@@ -55,18 +61,10 @@ def _has_tma_strides(itemsize: int, shape, strides) -> bool:
     return strides[-1] == 1 and all(size == 1 or stride % step == 0 for size, stride in zip(shape[:-1], strides))
 
 
-@lru_cache(maxsize=4096)
-def _have_tma_strides(itemsize: int, *shapes_then_strides) -> bool:
-    pairs = zip(shapes_then_strides[:3], shapes_then_strides[3:])
-    return all(_has_tma_strides(itemsize, shape, strides) for shape, strides in pairs)
-
-
-@lru_cache(maxsize=64)
 def sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-@lru_cache(maxsize=4096)
 def plan_of(dtype, q_shape, v_shape, mask: tuple, num_sms: int) -> ForwardPlan:
     """The plan of a dense call on a device with num_sms SMs."""
     batch, seqlen_q, heads_q, head_dim = q_shape

@@ -78,7 +78,8 @@ def dense(q, k, v, options: AttentionOptions):
     An eager call like an earlier one skips the checks.
     """
     q, k, v = autocast(q, k, v)
-    key = _key(q, k, v, options) if _is_eager(q, k, v) else None
+    is_eager = _is_eager(q, k, v)
+    key = _key(q, k, v, options) if is_eager else None
     call = key and _checked.get(key)
     if call is None:
         call = _call(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
@@ -86,7 +87,12 @@ def dense(q, k, v, options: AttentionOptions):
             if len(_checked) >= _MAX_CHECKED:
                 _checked.clear()
             _checked[key] = call
-    return _run(q, k, v, call, options)
+    if is_eager and q.is_cuda and not _needs_backward(q, k, v, options.learnable_sink):
+        # The operator, which nothing would look at, takes as long on the host as the launch.
+        results = (*_launch(q, k, v, call), q.new_empty(0) if options.return_attn_probs else None)
+    else:
+        results = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
+    return _asked_for(results, options)
 
 
 def _key(q, k, v, options: AttentionOptions):
@@ -107,9 +113,15 @@ def _key(q, k, v, options: AttentionOptions):
 
 
 def _is_eager(*tensors) -> bool:
-    """Whether these are torch's own tensors, outside of a trace and of forward mode: then nothing else looks on."""
-    is_plain = all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-    return is_plain and forward_ad._current_level < 0 and not torch.compiler.is_compiling()
+    """Whether these are torch's own tensors and nothing looks on: no trace, no mode, no transform, no profiler."""
+    return (
+        all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and not torch.autograd._profiler_enabled()
+    )
 
 
 def _needs_backward(*tensors) -> bool:
@@ -123,7 +135,8 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
     if validate.has_values(q):
         validate.varlen_values(q, k, sequences)
     lengths = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}  # ints, where tensors were given
-    return _run(q, k, v, _call(q, k, v, problem, options, dataclasses.replace(sequences, **lengths)), options)
+    call = _call(q, k, v, problem, options, dataclasses.replace(sequences, **lengths))
+    return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
 
 
 def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences) -> Call:
@@ -152,14 +165,9 @@ def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequenc
     )
 
 
-def _run(q, k, v, call: Call, options: AttentionOptions):
-    """Runs the operator and returns what `options` asks for."""
-    if not _is_eager(q, k, v) or _needs_backward(q, k, v, call.learnable_sink):
-        out, lse, probs = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
-    else:
-        # Autograd has nothing to record, and its Python would take as long as all else here.
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, probs = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
+def _asked_for(results, options: AttentionOptions):
+    """Of out, lse and probs, what the call returns."""
+    out, lse, probs = results
     if options.return_attn_probs:
         return out, lse, probs
     return (out, lse) if options.return_lse else out
@@ -201,9 +209,12 @@ def _forward_cpu(q, k, v, *flat):
 
 
 def _forward_cuda(q, k, v, *flat):
-    call = Call(*flat)
+    return (*_launch(q, k, v, Call(*flat)), q.new_empty(0))
+
+
+def _launch(q, k, v, call: Call):
     mask = call.window_left, call.window_right, call.attention_chunk
-    return (*launch.forward(q, k, v, call.softmax_scale, mask), q.new_empty(0))
+    return launch.forward(q, k, v, call.softmax_scale, mask)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *flat):
