@@ -34,8 +34,11 @@ Dtype = Enum("Dtype", {name: name for name in KERNEL_DTYPES}, type=str)
 
 def compile(
     head_dim: Annotated[
-        list[int], typer.Option(min=1, max=HEAD_DIM_TILES[-1], help="Of q, k and v; may be repeated.")
+        list[int], typer.Option(min=1, max=HEAD_DIM_TILES[-1], help="Of q and k; may be repeated.")
     ] = list(HEAD_DIM_TILES),
+    head_dim_v: Annotated[
+        int | None, typer.Option(min=1, max=HEAD_DIM_TILES[-1], help="Of v, else that of q and k.")
+    ] = None,
     dtype: Annotated[list[Dtype], typer.Option(help="Of q, k and v; may be repeated.")] = list(Dtype),
     causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="One mask; both if left out.")] = None,
     seqlen: Annotated[
@@ -47,7 +50,7 @@ def compile(
     """Compile kernels ahead of time, without a GPU."""
     folder = writable(out or cache_dir())
     is_causal = (False, True) if causal is None else (causal,)
-    plans = plans_of(head_dim, [choice.value for choice in dtype], is_causal, seqlen)
+    plans = plans_of([(dim, head_dim_v or dim) for dim in head_dim], [choice.value for choice in dtype], is_causal, seqlen)
     width, begin = max(len(plan.name) for plan in plans), time.perf_counter()
     for plan, seconds in compile_all(plans, folder, jobs):
         typer.echo(f"{plan.name:{width}}  {seconds:5.1f} s")
@@ -71,13 +74,13 @@ def writable(folder: Path) -> Path:
 
 
 def plans_of(
-    head_dims: Sequence[int], dtypes: Sequence[str], is_causal: Sequence[bool], seqlens: Sequence[int]
+    dims: Sequence[tuple[int, int]], dtypes: Sequence[str], is_causal: Sequence[bool], seqlens: Sequence[int]
 ) -> list[ForwardPlan]:
-    """The forward plans of every combination, each once."""
+    """The forward plans of every combination, each once. dims: (head_dim, head_dim_v)."""
     plans = {}
-    for head_dim, dtype, causal, seqlen, heads in product(head_dims, dtypes, is_causal, seqlens, NUM_HEADS):
+    for (head_dim, head_dim_v), dtype, causal, seqlen, heads in product(dims, dtypes, is_causal, seqlens, NUM_HEADS):
         scores = ScoreSpec(head_dim**-0.5, MaskSpec(right=0) if causal else MaskSpec())
-        problem = AttentionProblem("dense", dtype, 1, seqlen, seqlen, heads, heads, head_dim, head_dim, scores)
+        problem = AttentionProblem("dense", dtype, 1, seqlen, seqlen, heads, heads, head_dim, head_dim_v, scores)
         plans[forward_plan(problem, num_sms=H100_SXM.num_sms)] = None
     return list(plans)
 

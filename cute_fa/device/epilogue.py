@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from cute_fa.device import barriers, tma
 from cute_fa.device.mma import ROWS_PER_WARPGROUP
-from cute_fa.device.register import pack_pair
+from cute_fa.device.register import pack_pair, select
 from cute_fa.device.softmax import rescale
 
 
@@ -102,11 +102,6 @@ def transpose_quad(words, is_odd, is_high):
             moved[high] = select(is_upper, words[high], other)
         words = moved
     return words
-
-
-@cute.jit
-def select(condition: cutlass.Boolean, if_true: Int32, if_false: Int32) -> Int32:
-    return if_true if condition else if_false
 
 
 def _store_16_bytes(address, words, is_inside):

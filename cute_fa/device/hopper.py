@@ -1,4 +1,4 @@
-"""Hopper: helpers of the DSL whose home NVIDIA moves between releases; imported here, and from here everywhere else."""
+"""Hopper: what the DSL offers for sm_90 and moves between its releases; imported here, and from here everywhere else."""
 
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum

@@ -53,3 +53,8 @@ def quad_sum(value: Float32) -> Float32:
     for distance in (2, 1):
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
     return value
+
+
+@cute.jit
+def select(condition: cutlass.Boolean, if_true: Int32, if_false: Int32) -> Int32:
+    return if_true if condition else if_false

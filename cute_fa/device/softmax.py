@@ -8,14 +8,13 @@ O and total are sums over p, so any reference gives the same quotient as long as
 two kinds of steps:
 - A first or masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by
   more than 2^RAISE_LOG2 ("lazy rescale").
-- An unmasked block takes no maxima. p is computed at once, and the sums, which are needed anyway, tell whether the old
+- An unmasked block takes no maxima. p is computed at once, and its sums, which are needed anyway, tell whether the old
   reference was good enough (`is_out_of_range`). If not, the block is computed again with its maxima.
 
-Why the sums are enough: p >= 0, so each p is at most its thread's partial sum, and a partial sum below 2^MAX_LOG2 bounds
-every p. total starts at 1 or more once a row has seen its maximum, so it can be too small only while the reference is that
-of a row that had seen nothing (0); total >= 2^MIN_LOG2 excludes that p vanished against such a reference. NaN and
-infinity fail both comparisons. A 16-bit p must hold the range: bf16 has fp32's exponents; fp16 ends at 65504 and is
-rounded in steps of 2^-24, which against a total of 2^-4 is finer than bf16 or fp16 results.
+Why the sums are enough: p >= 0, so each p is at most its thread's partial sum, and a partial sum up to 2^MAX_LOG2 bounds
+every p; a 16-bit p must hold that (bf16 has fp32's exponents, fp16 ends at 65504). Nothing vanishes either: a reference
+is never above the row's maximum so far, so the row's sum over its four threads is 1 or more. A row that saw no key yet
+has reference -inf, which makes p infinite; infinity and NaN fail the comparison, and the block is computed again.
 """
 
 import cutlass
@@ -28,12 +27,11 @@ LN_2 = 0.6931471805599453
 
 RAISE_LOG2 = 8.0
 MAX_LOG2 = {cutlass.BFloat16: 40, cutlass.Float16: 15}
-MIN_LOG2 = {cutlass.BFloat16: -40, cutlass.Float16: -4}
 
 
 @cute.jit
 def finite(reference: Float32) -> Float32:
-    """0 for a row without a visible key, so that its exponentials are 2^-inf = 0 and not 2^(-inf + inf)."""
+    """0 where a block's maximum is -inf, so that its exponentials are 2^-inf = 0 and not 2^(-inf + inf)."""
     return reference if reference != -Float32.inf else Float32(0.0)
 
 
@@ -93,15 +91,10 @@ def rescale(acc_O, factors):
 
 
 @cute.jit
-def is_out_of_range(total: cute.Tensor, partial: cute.Tensor, dtype: cutlass.Constexpr) -> Int32:
+def is_out_of_range(partial: cute.Tensor, dtype: cutlass.Constexpr) -> Int32:
     """1 where a block that took no maxima must be computed again, else 0; for one thread's rows."""
-    largest, smallest, answer = 2.0 ** MAX_LOG2[dtype], 2.0 ** MIN_LOG2[dtype], Int32(0)
-    if not (
-        partial[0] <= largest
-        and partial[1] <= largest
-        and total[0] + partial[0] >= smallest
-        and total[1] + partial[1] >= smallest
-    ):
+    largest, answer = 2.0 ** MAX_LOG2[dtype], Int32(0)
+    if not (partial[0] <= largest and partial[1] <= largest):
         answer = Int32(1)
     return answer
 

@@ -18,19 +18,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from pathlib import Path
 from threading import RLock
-
-import torch
 
 from cute_fa.core.env import CACHE_DIR, cache_dir
 from cute_fa.core.errors import expected
 from cute_fa.host.compile import OPTIONS, load_object, object_code, toolchain
-
-MAX_LOADED = 256  # functions in memory, those of captured graphs apart
 
 # Waiting for another process saves the work of compiling twice and guards nothing, so it ends: that process may be
 # stopped, or dead with a forked child that still holds its lock.
@@ -43,32 +37,16 @@ KERNEL_ROOMS = ("core", "tuning", "device", "kernels")  # whose files can change
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-@dataclass
-class Loaded:
-    """last_use: a count of calls, larger is later. is_pinned: never dropped, because a CUDA graph may replay it."""
-
-    function: Callable
-    last_use: int
-    is_pinned: bool = False
-
-
-_loaded: dict[object, Loaded] = {}
-_calls = count()
+# For the life of the process: a kernel in flight or in a captured graph must not be unloaded. As many as there are plans,
+# of which heuristics give about a hundred.
+_loaded: dict[object, Callable] = {}
 _lock = RLock()  # of everything but a hit in memory
 _fallback: Path | None = None
 
 
 def load(plan) -> Callable:
-    """The TVM-FFI function of the plan's kernel. Keep it for one launch only: the last reference unloads the kernel."""
-    loaded = _loaded.get(plan) or _load_first(plan)
-    loaded.last_use = next(_calls)
-    return loaded.function
-
-
-def pin(plan) -> None:
-    """Keeps the plan's function for the life of the process, for a captured graph, which holds no reference to it."""
-    with _lock:
-        _load_first(plan).is_pinned = True
+    """The TVM-FFI function of the plan's kernel."""
+    return _loaded.get(plan) or _load_first(plan)
 
 
 def fill(plan, folder: Path) -> Path:
@@ -98,12 +76,10 @@ def source_digest(package: Path) -> str:
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
-def _load_first(plan) -> Loaded:
+def _load_first(plan) -> Callable:
     with _lock:
         if plan not in _loaded:
-            function = load_object(plan, _entry(plan))
-            _make_room()
-            _loaded[plan] = Loaded(function, next(_calls))
+            _loaded[plan] = load_object(plan, _entry(plan))
         return _loaded[plan]
 
 
@@ -126,22 +102,6 @@ def _temporary_folder(reason: OSError) -> Path:
         message = expected(CACHE_DIR.name, "a folder that can be written", got, advice)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return _fallback
-
-
-def _make_room() -> None:
-    """Drops the functions that were not used for the longest time, so that one more may come."""
-    unpinned = sorted((loaded.last_use, plan) for plan, loaded in _loaded.items() if not loaded.is_pinned)
-    dropped = unpinned[: max(0, len(unpinned) + 1 - MAX_LOADED)]
-    if not dropped:
-        return
-    if torch.cuda.is_initialized():
-        if torch.cuda.is_current_stream_capturing():  # which forbids to wait; the next load makes room
-            return
-        for device in range(torch.cuda.device_count()):
-            if torch.cuda.memory_reserved(device):  # elsewhere no kernel of ours can be in flight
-                torch.cuda.synchronize(device)
-    for _, plan in dropped:
-        del _loaded[plan]
 
 
 def _digest(key: str, code: bytes) -> bytes:

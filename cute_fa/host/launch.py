@@ -4,16 +4,20 @@ from functools import lru_cache
 
 import torch
 
+from cute_fa.core.errors import NotSupportedError, expected
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import cache
 from cute_fa.tuning.heuristics import forward_plan
 from cute_fa.tuning.plan import ForwardPlan
 
+MAX_TILES = 2**31 - 2**16  # their numbers have 32 bits, and every CTA asks for one behind the last
+
 TMA_ALIGNMENT_BYTES = 16  # of addresses and strides; PTX ISA, "tensor maps"
 
 # One pair of zeros for each stream of each device. Launches on one stream follow each other and leave zeros behind, so
-# they share it; launches on different streams may run together and must not.
+# they share it; launches on different streams may run together and must not. Streams are told apart by their handles, so
+# a handle must name one stream: an external stream is not destroyed with a launch in flight, nor is it the per-thread one.
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -28,15 +32,15 @@ def forward(q, k, v, softmax_scale: float, mask: tuple):
         with torch.cuda.device(device_index):
             return forward(q, k, v, softmax_scale, mask)
     q_shape, v_shape = q.shape, v.shape
-    out = q.new_empty((*q_shape[:3], v_shape[3]))
-    lse = q.new_empty((q_shape[0], q_shape[2], q_shape[1]), dtype=torch.float32)
     strides = q.stride(), k.stride(), v.stride()
     plan, num_sms, has_tma_strides = _prepare(device_index, q.dtype, mask, (q_shape, k.shape, v_shape), strides)
+    out = q.new_empty((*q_shape[:3], v_shape[3]))
+    lse = q.new_empty((q_shape[0], q_shape[2], q_shape[1]), dtype=torch.float32)
     if plan is None:
         return out.zero_(), lse.fill_(-torch.inf)
     if not has_tma_strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
         q, k, v = (x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-    cache.load(plan)(q, k, v, out, lse, _counter(device_index, plan), softmax_scale, num_sms)
+    cache.load(plan)(q, k, v, out, lse, _counter(device_index), softmax_scale, num_sms)
     return out, lse
 
 
@@ -47,6 +51,9 @@ def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tupl
     q_shape, _, v_shape = shapes
     has_pairs = 0 not in q_shape and 0 not in v_shape
     plan = plan_of(dtype, q_shape, v_shape, mask, num_sms) if has_pairs else None
+    if plan and q_shape[0] * q_shape[2] * -(-q_shape[1] // plan.tile.tile_m) > MAX_TILES:
+        rule = f"at most {MAX_TILES} tiles of {plan.tile.tile_m} queries of one head"
+        raise NotSupportedError(expected("q", rule, f"shape {tuple(q_shape)}", "Split the batch"))
     has_tma_strides = all(_has_tma_strides(dtype.itemsize, *pair) for pair in zip(shapes, strides))
     return plan, num_sms, has_tma_strides
 
@@ -75,12 +82,10 @@ def plan_of(dtype, q_shape, v_shape, mask: tuple, num_sms: int) -> ForwardPlan:
     return forward_plan(AttentionProblem("dense", str(dtype).removeprefix("torch."), *sizes, scores), num_sms)
 
 
-def _counter(device_index: int, plan) -> torch.Tensor:
+def _counter(device_index: int) -> torch.Tensor:
     """Two zeros that no other launch uses while this one runs."""
     if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed beside anything else, so each of its launches clears two words of its own. Its kernel
-        # must outlive this process's interest in it.
-        cache.pin(plan)
+        # A graph may be replayed beside anything else, so each of its launches clears two words of its own.
         return _zeros(device_index)
     # The same as torch.cuda.current_stream(device_index).cuda_stream, without an object.
     key = device_index, torch._C._cuda_getCurrentRawStream(device_index)

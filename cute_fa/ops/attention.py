@@ -70,6 +70,7 @@ _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
 # Dense calls that were checked, by all that checks and scalars depend on. Only calls without tensors beside q, k and v.
 _checked: dict[tuple, Call] = {}
 _MAX_CHECKED = 4096
+_PLAIN_TYPES = frozenset((bool, int, float, tuple, type(None)))
 
 
 def dense(q, k, v, options: AttentionOptions):
@@ -96,28 +97,29 @@ def dense(q, k, v, options: AttentionOptions):
 
 
 def _key(q, k, v, options: AttentionOptions):
-    """What checks and scalars of a dense call depend on, or None where options hold tensors or what cannot be hashed.
+    """What checks and scalars of a dense call depend on, or None where an option is no plain value.
 
     Types are in it because 1, 1.0 and True are equal, and not all of them legal.
     """
-    if options.alibi_slopes is not None or options.learnable_sink is not None or type(options.window_size) is not tuple:
+    types = tuple(map(type, options))
+    if not _PLAIN_TYPES.issuperset(types) or type(options.window_size) is not tuple:
+        return None
+    types_of_window = tuple(map(type, options.window_size))
+    if not _PLAIN_TYPES.issuperset(types_of_window):
         return None
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    types = tuple(map(type, options)), tuple(map(type, options.window_size))
-    key = (*tensors, options, *types, _needs_backward(q, k, v), torch.are_deterministic_algorithms_enabled())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    modes = _needs_backward(q, k, v), torch.are_deterministic_algorithms_enabled()
+    return (*tensors, options, types, types_of_window, *modes)
 
 
 def _is_eager(*tensors) -> bool:
     """Whether these are torch's own tensors and nothing looks on: no trace, no mode, no transform, no profiler."""
     return (
-        all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and all((type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg() for x in tensors)
+        and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
         and torch._C._functorch.maybe_current_level() is None
         and forward_ad._current_level < 0
         and not torch.autograd._profiler_enabled()
@@ -209,7 +211,15 @@ def _forward_cpu(q, k, v, *flat):
 
 
 def _forward_cuda(q, k, v, *flat):
-    return (*_launch(q, k, v, Call(*flat)), q.new_empty(0))
+    call = Call(*flat)
+    # A graph that was exported with CPU tensors comes here without the checks of `dense`.
+    used = [name for name in Call._fields[:_NUM_CALL_TENSORS] if getattr(call, name) is not None]
+    used += [name for name in ("attention_chunk", "softcap", "dropout_p") if getattr(call, name)]
+    used += ["window_size"] * (call.window_left is not None or call.window_right not in (None, 0))
+    if used:
+        rule, advice = f"a CPU tensor for a call that uses {', '.join(used)}", "No GPU kernel does that yet"
+        raise NotSupportedError(expected("q", rule, f"device {q.device}", advice))
+    return (*_launch(q, k, v, call), q.new_empty(0))
 
 
 def _launch(q, k, v, call: Call):

@@ -20,7 +20,9 @@ def head_dim_tile(head_dim: int) -> int:
 def forward_plan(problem: AttentionProblem, num_sms: int) -> ForwardPlan:
     """The forward plan of a problem on a device with num_sms SMs."""
     head_dim, head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-    is_causal = problem.scores.mask.is_causal
+    mask = problem.scores.mask
+    assert mask.is_full or mask.is_causal, f"no forward kernel has the mask {mask.name}"
+    is_causal = mask.is_causal
     num_warpgroups = 2
     if head_dim == head_dim_v == 64:
         # 192 rows read K and V less often; 128 rows waste less of the diagonal and of the last wave.

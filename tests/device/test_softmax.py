@@ -216,34 +216,31 @@ def test_move_reference(move_reference):
 
 
 @cute.kernel
-def range_kernel(total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr):
-    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-    i = block * 32 + thread
+def range_kernel(partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr):
+    i = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]
     if i < out.shape[0]:
-        sums = [cute.make_rmem_tensor(2, Float32) for _ in range(2)]
+        sums = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            sums[0][r], sums[1][r] = total[i, r], partial[i, r]
-        out[i] = softmax.is_out_of_range(*sums, dtype)
+            sums[r] = partial[i, r]
+        out[i] = softmax.is_out_of_range(sums, dtype)
 
 
 @cute.jit
-def launch_range(
-    total: cute.Tensor, partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream
-):
-    range_kernel(total, partial, out, dtype).launch(
+def launch_range(partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream):
+    range_kernel(partial, out, dtype).launch(
         grid=(cute.ceil_div(out.shape[0], 32), 1, 1), block=(32, 1, 1), stream=stream
     )
 
 
-# log2 of the smallest sum and of the largest part that a block without maxima may have.
-RANGES = {"bf16": (BFloat16, -40, 40), "fp16": (Float16, -4, 15)}
+# log2 of the largest part of a sum that a block without maxima may have.
+RANGES = {"bf16": (BFloat16, 40), "fp16": (Float16, 15)}
 
 
 @pytest.fixture(scope="module", params=RANGES)
 def out_of_range(build, request):
-    dtype, low, high = RANGES[request.param]
+    dtype, high = RANGES[request.param]
     n = cute.sym_int32()
-    return build(launch_range, *[(Float32, (n, 2))] * 2, (Int32, (n,)), dtype), 2.0**low, 2.0**high
+    return build(launch_range, (Float32, (n, 2)), (Int32, (n,)), dtype), 2.0**high
 
 
 def test_is_out_of_range_compiles(out_of_range):
@@ -253,23 +250,16 @@ def test_is_out_of_range_compiles(out_of_range):
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_is_out_of_range(out_of_range):
-    """Every pair of rows, for rows at, below and above both ends."""
-    function, smallest, largest = out_of_range
-    just_above, just_below = largest * (1 + 2.0**-23), smallest * (1 - 2.0**-24)
-    # (total, partial, is it bad)
-    rows = (
-        *((1.0, 3.0, False), (0.0, largest, False), (5.0, largest, False), (2 * largest, 1.0, False)),
-        *((0.0, just_above, True), (1.0, torch.inf, True), (1.0, torch.nan, True), (torch.nan, 1.0, True)),
-        *((smallest, 0.0, False), (smallest / 2, smallest / 2, False), (0.0, smallest, False)),
-        *((just_below, 0.0, True), (0.0, just_below, True), (0.0, 0.0, True)),
-    )
-    cases = [(a, b) for a in rows for b in rows]
-    total, partial = (torch.tensor([(a[column], b[column]) for a, b in cases]) for column in range(2))
-    wanted = torch.tensor([a[2] or b[2] for a, b in cases]).int()
+    """Every pair of rows, for rows at, below and above the end."""
+    function, largest = out_of_range
+    rows = {0.0: False, 3.0: False, largest: False, largest * (1 + 2.0**-23): True, torch.inf: True, torch.nan: True}
+    cases = [(a, b) for a in rows.items() for b in rows.items()]
+    partial = torch.tensor([(a, b) for (a, _), (b, _) in cases], device="cuda")
+    wanted = torch.tensor([a or b for (_, a), (_, b) in cases]).int()
     out = torch.full((len(cases),), 7, dtype=torch.int32, device="cuda")
-    function(total.cuda(), partial.cuda(), out)
+    function(partial, out)
     wrong = [case for case, is_right in zip(cases, out.cpu() == wanted) if not is_right]
-    assert not wrong, f"(total, partial, is it bad) of both rows: {wrong}"
+    assert not wrong, f"(partial, is it bad) of both rows: {wrong}"
 
 
 @cute.kernel

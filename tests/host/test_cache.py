@@ -4,6 +4,7 @@ import atexit
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,7 +252,8 @@ def test_folder_that_cannot_be_written(below, setting):
         setting.load(64, 96)
         check_fallback(setting, found)
     assert len(setting.compiled) == 2, "each kernel is compiled once"
-    (((remove, *arguments), options),) = at_exit
+    # What is imported meanwhile registers functions of its own.
+    (((remove, *arguments), options),) = [found for found in at_exit if found[0][0] is shutil.rmtree]
     remove(*arguments, **options)
     assert not cache._fallback.exists(), "the temporary folder goes with the process"
 
@@ -357,72 +359,22 @@ def test_eight_threads(head_dims, setting):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Room for three functions that are made of nothing; `events` tells what happens to them, in order."""
-    events, made = [], []
-
-    class Function:
-        def __init__(self, plan):
-            self.plan = plan
-            made.append(plan)
-
-        def __del__(self):
-            events.append(f"drop {self.plan}")
-
-    state = SimpleNamespace(events=events, made=made, is_initialized=False, is_capturing=False)
+    """Functions that are made of nothing; gives the plans that were loaded, in order."""
+    made = []
     monkeypatch.setattr(cache, "_loaded", {})
     monkeypatch.setattr(cache, "_entry", lambda plan: None)
-    monkeypatch.setattr(cache, "load_object", lambda plan, path: Function(plan))
-    monkeypatch.setattr(cache, "MAX_LOADED", 3)
-    fakes = {
-        "is_initialized": lambda: state.is_initialized,
-        "is_current_stream_capturing": lambda: state.is_initialized and state.is_capturing,
-        "device_count": lambda: 3,
-        "memory_reserved": lambda device: (1024, 0, 4096)[device],
-        "synchronize": lambda device: events.append(f"wait {device}"),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return state
+    monkeypatch.setattr(cache, "load_object", lambda plan, path: made.append(plan) or f"function of {plan}")
+    return made
 
 
 def load_all(plans: str) -> None:
     for plan in plans:
-        cache.load(plan)
+        assert cache.load(plan) == f"function of {plan}", "its own function"
 
 
-def test_least_recently_used_is_dropped(memory):
-    load_all("abcad")
-    assert memory.events == ["drop b"], "a was used after b"
-    load_all("ce")
-    assert memory.events == ["drop b", "drop a"], "c was used after a"
-    load_all("b")
-    assert memory.made == list("abcdeb"), "what was dropped is loaded again, nothing else"
-
-
-def test_waits_before_a_drop(memory):
-    memory.is_initialized = True
-    load_all("abc")
-    assert not memory.events, "nothing is dropped while there is room"
-    load_all("d")
-    assert memory.events == ["wait 0", "wait 2", "drop a"], "kernels in flight end first, on every device that has any"
-
-
-def test_pinned_is_never_dropped(memory):
-    cache.pin("a")
-    load_all("b")
-    cache.pin("b")
-    load_all("cdefg")
-    assert memory.events == ["drop c", "drop d"], "three that are not pinned have room"
-    assert memory.made == list("abcdefg"), "pin loads what is not there, and only that"
-
-
-def test_no_drop_during_capture(memory):
-    memory.is_initialized = memory.is_capturing = True
-    load_all("abcde")
-    assert not memory.events, "waiting would break the capture"
-    memory.is_capturing = False
-    load_all("f")
-    assert memory.events == ["wait 0", "wait 2", "drop a", "drop b", "drop c"], "room is made after it"
+def test_each_plan_is_loaded_once_and_kept(memory):
+    load_all("abcadcb")
+    assert memory == list("abcd"), "a kernel in flight or in a graph must not be unloaded, so nothing is dropped"
 
 
 def test_hit_takes_no_lock(memory):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
@@ -427,3 +428,53 @@ def test_an_earlier_call_makes_no_wrong_one_right(name, value, fresh):
     cute_fa.flash_attn_func(q, q, q)
     with pytest.raises((TypeError, ValueError), match=f"^{name}: expected "):
         cute_fa.flash_attn_func(q, q, q, **{name: value})
+
+
+def test_length_in_a_tensor_is_read_in_every_call(fresh):
+    q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
+    chunk = torch.tensor(2)
+    for length in (2, 8, 3):
+        chunk.fill_(length)
+        out = cute_fa.flash_attn_func(q, k, v, attention_chunk=chunk)
+        assert torch.equal(out, cute_fa.flash_attn_func(q, k, v, attention_chunk=length)), f"chunks of {length}"
+
+
+class Watched(torch.Tensor):
+    pass
+
+
+def test_who_looks_on():
+    """Only where nobody does may the operator be left out."""
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    assert attention._is_eager(q, k, torch.nn.Parameter(v)), "torch's own tensors"
+    assert not attention._is_eager(q, q.as_subclass(Watched)), "a subclass"
+    assert not attention._is_eager(q, torch._neg_view(k)), "a view whose sign is not in memory"
+    with FlopCounterMode(display=False):
+        assert not attention._is_eager(q), "a dispatch mode"
+    with torch.device("cpu"):
+        assert not attention._is_eager(q), "a function mode"
+    with torch.profiler.profile():
+        assert not attention._is_eager(q), "a profiler"
+    seen = []
+    torch.func.vmap(lambda x: seen.append(attention._is_eager(x)) or x)(q)
+    torch.jit.trace(lambda x: seen.append(attention._is_eager(x)) or x + 1, q, check_trace=False)
+    assert seen == [False, False], "a transform, a trace"
+
+
+LACKING = {
+    "softcap": {"softcap": 1.0},
+    "attention_chunk": {"attention_chunk": 3},
+    "window_size": {"window_left": 0},
+    "window_size-right": {"window_right": 2},
+    "learnable_sink": {"learnable_sink": torch.zeros(4)},
+    "cu_seqlens_q": {"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_operator_on_cuda_tensors_refuses_what_kernels_lack(name, monkeypatch):
+    """As in a graph that was exported with CPU tensors and moved."""
+    monkeypatch.setattr(attention.launch, "forward", lambda *arguments: pytest.fail("launched"))
+    q, k, v = (torch.randn(shape) for shape in DENSE)
+    with pytest.raises(NotSupportedError, match=f"q: expected a CPU tensor for a call that uses {name.split('-')[0]}, got"):
+        attention._forward_cuda(q, k, v, *PLAIN._replace(**LACKING[name]))

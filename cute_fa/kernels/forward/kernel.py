@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, epilogue, hopper, mma, scheduler, softmax, tma
+from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
 from cute_fa.kernels.forward import mainloop
@@ -42,7 +42,8 @@ class ForwardKernel:
         O           warpgroup -> its first warp: staged in shared memory, stored by TMA; or from registers
     Timeline of a consumer warpgroup, n blocks from right to left:
         QK(n-1) | softmax | QK(n-2), PV(n-1) with softmax(n-2) under it | ... | QK(0), PV(1) with softmax(0) | PV(0) | store
-    Limits: shared memory of plan.tile.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
+    Limits: shared memory of plan.tile.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim;
+    fewer than 2^31 tiles.
 
     Source: Dao 2023 (FlashAttention-2) for the algorithm, Shah et al. 2024 (FlashAttention-3) for warp specialisation,
     ping-pong and the overlap inside a warpgroup.
@@ -203,8 +204,6 @@ class ForwardKernel:
                     v_index, v_phase = k_state.index, k_state.phase
                     k_state.advance()
                     n_block -= 1
-            for r in cutlass.range_constexpr(2):
-                w.reference[r] = softmax.finite(w.reference[r])
             while n_block >= 0:
                 mainloop.unmasked_step(w, (k_state.index, k_state.phase), (v_index, v_phase), q_index)
                 v_index, v_phase = k_state.index, k_state.phase
@@ -256,7 +255,7 @@ class ForwardKernel:
             scale_log2=sizes.scale_log2,
             lane=lane,
             warpgroup=warpgroup,
-            next_warpgroup=epilogue.select(is_last, Int32(0), warpgroup + 1),
+            next_warpgroup=register.select(is_last, Int32(0), warpgroup + 1),
             plan=self.plan,
         )
 

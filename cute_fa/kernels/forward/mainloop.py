@@ -84,7 +84,7 @@ def masked_step(w: Consumer, band: Band, n_block, row, k, v, q_index):
 
 
 def unmasked_step(w: Consumer, k, v, q_index):
-    """A block that all rows see: no maxima. `reference` must be finite.
+    """A block that all rows see: no maxima.
 
     The wait for O stands half-way through the exponentials, where O is done, so that V's stage is freed early.
     """
@@ -143,7 +143,7 @@ def _repeat_if_out_of_range(
 
     K's stage is still held. What the branch writes is an argument of its own, not reached through `w`.
     """
-    is_bad = softmax.is_out_of_range(total, partial, mma.DTYPES[w.plan.dtype])
+    is_bad = softmax.is_out_of_range(partial, mma.DTYPES[w.plan.dtype])
     if barriers.any_in_warpgroup(w.warpgroup, is_bad):
         issue_scores(w, k_index, q_index)
         mma.wait(0)
@@ -151,8 +151,7 @@ def _repeat_if_out_of_range(
         softmax.move_reference(reference, total, factors, softmax.row_maxima(acc_S, reference))
         softmax.rescale(acc_O, factors)
         for r in cutlass.range_constexpr(2):
-            reference[r] = softmax.finite(reference[r])
-            partial[r] = softmax.exponentials(acc_S, r, reference[r])
+            partial[r] = softmax.exponentials(acc_S, r, softmax.finite(reference[r]))
         register.pack(acc_S, tOrP, mma.DTYPES[w.plan.dtype])
     for r in cutlass.range_constexpr(2):
         total[r] = total[r] + partial[r]

@@ -177,6 +177,25 @@ def test_very_low_scores(dtype):
 
 
 @by_dtype
+@pytest.mark.parametrize("score", [-0.7, -12.0, -17.0, -20.0, -60.0, -100.0, -300.0], ids="{}-nats".format)
+@pytest.mark.parametrize("seqlens", [(128, 255), (2, 129), (256, 511), (64, 191)], ids="{}".format)
+def test_first_key_in_an_unmasked_block(seqlens, score, dtype):
+    """Causal lengths for which a tile's first row sees nothing of the masked block, and low scores in the next one."""
+    for head_dim in (64, 128):
+        q, k, v = tensors(*seqlens, head_dim, dtype)
+        q, k = q * 0.01, k * 0.01
+        q[..., 0], k[..., 0] = 10.0, score / 10
+        check(q, k, v, causal=True, softmax_scale=1.0)
+
+
+@by_dtype
+def test_high_diagonal(dtype):
+    """q = k: the first block has a maximum far above all else, which most of a row's threads do not hold."""
+    _, k, v = tensors(1024, 1024, 128, dtype)
+    check(k, k, v, causal=True)
+
+
+@by_dtype
 def test_infinite_scores(dtype):
     """+inf makes a row NaN as in torch, -inf hides a key; other rows of the tile stay right."""
     q, k, v = tensors(200, 500, 64, dtype)
