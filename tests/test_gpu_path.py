@@ -1,5 +1,6 @@
 """One call on a Hopper GPU from end to end: strides, streams, graphs, threads, devices, torch.compile, autocast."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -190,10 +191,9 @@ print("eight first calls")
 
 
 def run_python(code, tmp_path):
-    import os
-
     root = Path(cute_fa.__file__).parent.parent
     environment = os.environ | {"CUTE_FA_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as in an installed package, whose sources are not parsed again
     return subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
 
 
