@@ -131,7 +131,9 @@ def write(option: str, path: Path, text: str) -> None:
 
 def facts(report) -> dict:
     """What is printed as JSON: all but the code."""
-    known = asdict(report.inspection) if report.inspection else {"plan": report.plan.name}
+    known = {"plan": report.plan.name}
+    if report.inspection:
+        known = asdict(report.inspection) | {"opcodes": counts(report.inspection)}
     return {name: fact for name, fact in known.items() if name not in ("ptx", "cubin")} | {"faults": report.faults}
 
 
@@ -142,7 +144,8 @@ def table(report) -> Table:
     rows.add_row("registers", f"{i.registers} a thread at launch")
     rows.add_row("spills", f"{i.spill_bytes} bytes, stack of {i.stack_bytes} bytes")
     rows.add_row("shared memory", f"{i.smem_bytes} bytes")
-    rows.add_row("instructions", f"{i.num_instructions}, of which {', '.join(counts(i))}")
+    rows.add_row("ptxas remarks", ", ".join(i.remarks) or "none")
+    rows.add_row("instructions", f"{i.num_instructions}, of which {', '.join(f'{number} {name}' for name, number in counts(i).items())}")
     rows.add_row("compiled", f"in {i.compile_seconds:.1f} s by ptxas {i.ptxas} for CUDA {i.cuda}")
     rows.add_row("faults", "\n".join(report.faults) or "none", style="red" if report.faults else None)
     return rows
@@ -157,5 +160,8 @@ def lines(report) -> list[str]:
     return [f"ok    {i.plan}: {sizes}, {i.opcodes['HGMMA']} HGMMA, {i.compile_seconds:.1f} s"]
 
 
-def counts(inspection) -> list[str]:
-    return [f"{number} {name}" for name, number in sorted(inspection.opcodes.items())]
+def counts(inspection) -> dict[str, int]:
+    """Of every instruction that is counted, 0 where there is none."""
+    from cute_fa.host.cubin import OPCODES
+
+    return {name: inspection.opcodes.get(name, 0) for name in OPCODES}
