@@ -7,7 +7,7 @@ two rows r of an accumulator (order: `device/register.py`) and keeps of each
 O and total are sums over p, so any reference gives the same quotient as long as nothing overflows or vanishes. Hence
 two kinds of steps:
 - A first or masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by
-  more than 2^RAISE_LOG2 ("lazy rescale").
+  more than RAISE_LOG2 ("lazy rescale").
 - An unmasked block takes no maxima. p is computed at once, and its sums, which are needed anyway, tell whether the old
   reference was good enough (`is_out_of_range`). If not, the block is computed again with its maxima.
 

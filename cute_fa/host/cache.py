@@ -36,7 +36,6 @@ KERNEL_ROOMS = ("core", "tuning", "device", "kernels")  # whose files can change
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
-
 # For the life of the process: a kernel in flight or in a captured graph must not be unloaded. As many as there are plans,
 # of which heuristics give about a hundred.
 _loaded: dict[object, Callable] = {}
