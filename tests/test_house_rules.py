@@ -133,7 +133,8 @@ def test_tests_mirror_the_package():
         folder = path.relative_to(ROOT / "tests").parent
         subject = path.stem.removeprefix("test_")
         beside = ROOT / folder if folder.parts[:1] == ("benchmarks",) else ROOT / "cute_fa" / folder
-        whole = {"test_house_rules", "test_contract", "test_import", "test_gpu_path", "test_gradcheck", "test_main"}
+        whole = {"test_house_rules", "test_contract", "test_import", "test_gpu_path", "test_training_path"}
+        whole |= {"test_gradcheck", "test_main"}
         found = (beside / f"{subject}.py").exists() or (beside / subject).is_dir()
         assert found or path.stem in whole, f"{relative(path)} mirrors nothing"
 

@@ -33,6 +33,9 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Sequences a step: 16 on a CPU, 32 on a GPU.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Bytes a sequence: 128 on a CPU, 1024 on a GPU.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the weights and the batches: 0.")] = None,
+    is_compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Run the training steps through torch.compile.")
+    ] = None,
 ) -> None:
     """Train a small GPT on real text. Ctrl-C saves and stops; --resume goes on as if nothing had happened."""
     import torch
@@ -53,7 +56,7 @@ def train(
             name, value = unwanted.popitem()
             raise ValueError(expected(name, "no value beside resume", value, "Leave it out: the run keeps its own"))
         folder = RunFolder(resume)
-        state, changes = folder.load(), given(steps=steps, device=device)
+        state, changes = folder.load(), given(steps=steps, device=device, is_compiled=is_compiled)
         refused = refusal(TrainConfig(**state["config"] | changes))
         if refused:
             raise type(refused)(f"{refused} Use --device cpu.")
@@ -61,7 +64,7 @@ def train(
     else:
         folder = RunFolder(out or Path("runs", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
         folder.check_new()
-        facts = given(steps=steps) | fixed
+        facts = given(steps=steps, is_compiled=is_compiled) | fixed
         config = preset(device or ("cuda" if has_gpu() else "cpu"), **facts)
         refused = refusal(config)
         if refused and device:
@@ -95,20 +98,19 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def refusal(config) -> Exception | None:
-    """Why cute_fa has no kernel for this run on the GPU, or None. Asks the public call, with an empty batch."""
+def refusal(config) -> RuntimeError | None:
+    """Why cute_fa cannot run on the GPU, or None. Asks the public call, with an empty batch."""
     import torch
 
     import cute_fa
-    from cute_fa.core.errors import DeviceError, NotSupportedError
+    from cute_fa.core.errors import DeviceError
 
     if config.attention != "cute_fa" or config.device != "cuda" or not has_gpu():
         return None
     shape = (0, config.seqlen, config.heads, config.width // config.heads)
-    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     try:
-        cute_fa.flash_attn_func(*(torch.empty(shape, **options) for _ in range(3)), causal=True)
-    except (DeviceError, NotSupportedError) as error:
+        cute_fa.flash_attn_func(*(torch.empty(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)), causal=True)
+    except DeviceError as error:
         return error
 
 
@@ -126,7 +128,8 @@ class Report:
         device_name = torch.cuda.get_device_name() if is_gpu else "CPU"
         self.gpu = gpu_by_device_name(device_name) if is_gpu else None
         millions = trainer.model.num_parameters / 1e6
-        self.title = f"{self.config.attention} attention, {millions:.2f} M parameters, {device_name}"
+        compiled = ", compiled" * self.config.is_compiled
+        self.title = f"{self.config.attention} attention{compiled}, {millions:.2f} M parameters, {device_name}"
 
     def open(self):
         config, corpus = self.config, self.trainer.corpus

@@ -79,8 +79,8 @@ class Band:
         for as many.
         """
         first_key = n_block * self.tile_n
-        begin, _ = self._rows_of(first_key)
-        _, end = self._rows_of(first_key + self.tile_n - 1)
+        begin, _ = self.rows_of(first_key)
+        _, end = self.rows_of(first_key + self.tile_n - 1)
         return begin // self.tile_m, _ceil_div(end, self.tile_m)
 
     def unmasked_m_blocks(self, n_block: Index) -> tuple[Index, Index]:
@@ -91,8 +91,8 @@ class Band:
         """
         first_key = n_block * self.tile_n
         _, last_m_block = self.m_blocks(n_block)
-        begin, _ = self._rows_of(first_key + self.tile_n - 1)
-        _, end = self._rows_of(first_key)
+        begin, _ = self.rows_of(first_key + self.tile_n - 1)
+        _, end = self.rows_of(first_key)
         # 1 if the last m-block is cut by seqlen_q and its last row still sees first_key: then no row of it is missing.
         has_tail = _ceil_div(self.seqlen_q, self.tile_m) - self.seqlen_q // self.tile_m
         has_last_row = cutlass.max(end - self.seqlen_q + 1, 0)
@@ -119,7 +119,7 @@ class Band:
             begin, end = cutlass.max(begin, chunk_begin), cutlass.min(end, chunk_begin + self.chunk)
         return begin, cutlass.max(end, 0)
 
-    def _rows_of(self, key: Index) -> tuple[Index, Index]:
+    def rows_of(self, key: Index) -> tuple[Index, Index]:
         """The rows that see `key`; `keys_of` solved for the row."""
         offset = self.seqlen_k - self.seqlen_q
         begin, end = 0, self.seqlen_q

@@ -1,4 +1,4 @@
-"""MMA: the two products of attention as warpgroup MMAs, S = Q K^T and O += P V, each warpgroup with 64 rows of its own."""
+"""MMA: the products of attention as warpgroup MMAs, in which each warpgroup has 64 rows of its own."""
 
 import cutlass
 from cutlass import Float32, cute
@@ -13,16 +13,26 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}  # of operan
 
 def scores_mma(dtype, num_warpgroups: int, tile_n: int):
     """S = Q K^T with both operands in shared memory, head_dim contiguous."""
-    sizes = (num_warpgroups, 1, 1), (ROWS_PER_WARPGROUP, tile_n)
-    majors = OperandMajorMode.K, OperandMajorMode.K
-    return make_trivial_tiled_mma(dtype, dtype, *majors, Float32, *sizes, warpgroup.OperandSource.SMEM)
+    return product(dtype, (num_warpgroups, 1), tile_n)
 
 
 def values_mma(dtype, num_warpgroups: int, head_dim_v: int):
     """O += P V with P in registers and V in shared memory as (head_dim_v, keys), head_dim_v contiguous."""
-    sizes = (num_warpgroups, 1, 1), (ROWS_PER_WARPGROUP, head_dim_v)
-    majors = OperandMajorMode.K, OperandMajorMode.MN
-    return make_trivial_tiled_mma(dtype, dtype, *majors, Float32, *sizes, warpgroup.OperandSource.RMEM)
+    return product(dtype, (num_warpgroups, 1), head_dim_v, has_b_transposed=True, has_a_in_registers=True)
+
+
+def product(
+    dtype, warpgroups, num_columns, has_a_transposed=False, has_b_transposed=False, has_a_in_registers=False
+):
+    """A product A B^T with fp32 accumulators, A (rows, k) and B (columns, k).
+
+    warpgroups: how many share the rows, how many the columns; each has ROWS_PER_WARPGROUP by num_columns.
+    has_a_transposed, has_b_transposed: whether the operand's k is not the contiguous mode in shared memory.
+    """
+    majors = [OperandMajorMode.MN if is_transposed else OperandMajorMode.K for is_transposed in (has_a_transposed, has_b_transposed)]
+    source = warpgroup.OperandSource.RMEM if has_a_in_registers else warpgroup.OperandSource.SMEM
+    sizes = (*warpgroups, 1), (ROWS_PER_WARPGROUP, num_columns)
+    return make_trivial_tiled_mma(dtype, dtype, *majors, Float32, *sizes, source)
 
 
 def accumulates(mma, value: bool):
@@ -31,14 +41,18 @@ def accumulates(mma, value: bool):
     return mma
 
 
-def issue(mma_first, mma_rest, accumulator, a, b):
+def issue(mma_first, mma_rest, accumulator, a, b, half=None):
     """Leaves accumulator (+)= A B in flight as one group of products; a, b: fragments (value, row or column, k).
+
+    half: None for the whole, 0 or 1 for the first or second half of k.
 
     SYNC: the fence makes earlier writes of registers (accumulator, A) visible to the products. Whoever reads the
     accumulator, or overwrites A, waits for the group first.
     """
     warpgroup.fence()
-    for k in range(cute.size(a, mode=[2])):
+    num_k = cute.size(a, mode=[2])
+    middle = (num_k + 1) // 2
+    for k in {None: range(num_k), 0: range(middle), 1: range(middle, num_k)}[half]:
         cute.gemm(mma_rest if k else mma_first, accumulator, a[None, None, k], b[None, None, k], accumulator)
     warpgroup.commit_group()
 
@@ -46,3 +60,8 @@ def issue(mma_first, mma_rest, accumulator, a, b):
 def wait(num_in_flight: int):
     """SYNC: all groups of products but the latest num_in_flight are done, their accumulators can be read."""
     warpgroup.wait_group(num_in_flight)
+
+
+def transposed(tensor):
+    """(rows, columns, stage) as (columns, rows, stage): the same bytes and swizzle, the other mode contiguous."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))

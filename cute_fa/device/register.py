@@ -7,7 +7,7 @@ column 8 y + 2 (lane % 4) + e; the four lanes of a quad share their rows.
 import cutlass
 from cutlass import Float32, Int32, cute
 
-_PACK = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
+_PAIR = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 
 def pack_pair(low, high, dtype) -> Int32:
@@ -17,16 +17,28 @@ def pack_pair(low, high, dtype) -> Int32:
     product, where the fp32 values then live beside the next scores (spills, C7512). Remove when P survives as 16 bits.
     """
     return cute.arch.inline_ptx(
-        f"{_PACK[dtype]} {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
+        f"cvt.rn.{_PAIR[dtype]}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
     )
 
 
-def pack(fragment, operand, dtype):
-    """fp32 accumulator -> 16-bit A operand of the next product; both have the same order of elements (Hopper, 16 bits)."""
-    count = cute.size(fragment) // 2
-    words = cute.make_tensor(cute.recast_tensor(operand, Int32).iterator, cute.make_layout(count))
-    for i in range(count):
+def pack(fragment, operand, dtype, begin=0, end=None):
+    """fp32 accumulator -> 16-bit A operand of the next product; both have the same order of elements (Hopper, 16 bits).
+
+    begin, end: the groups of 4 elements (8 columns) that are packed.
+    """
+    words = words_of(operand)
+    for i in range(2 * begin, 2 * (end or cute.size(fragment) // 4)):
         words[i] = pack_pair(fragment[2 * i], fragment[2 * i + 1], dtype)
+
+
+def words_of(fragment):
+    """A 16-bit fragment as pairs of neighbours, in one mode."""
+    return cute.make_tensor(cute.recast_tensor(fragment, Int32).iterator, cute.make_layout(cute.size(fragment) // 2))
+
+
+def multiply_pairs(a, b, dtype) -> Int32:
+    """Elementwise product of two pairs of 16-bit numbers."""
+    return cute.arch.inline_ptx(f"mul.rn.{_PAIR[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 def hold(value: Float32, scratch):

@@ -1,6 +1,6 @@
-"""TMA: copies of tiles between global and shared memory, whose descriptors are kernel parameters."""
+"""TMA: copies of tiles between global and shared memory, whose descriptors are kernel parameters, and of plain vectors."""
 
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_fa.device.pipeline import Ring
@@ -38,3 +38,23 @@ def load(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, ring: Ring, 
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full(index), num_bytes)
     # The copy elects a lane itself.
     cute.copy(atom, gmem, smem[None, index], tma_bar_ptr=ring.full(index))
+
+
+@cute.jit
+def load_vector(gmem: cute.Tensor, smem: cute.Tensor, ring: Ring, index: Int32):
+    """Run by the whole load warp behind `load`, whose num_bytes counts this copy too: fp32, contiguous, 16-byte aligned."""
+    # Unlike a copy of tiles, a copy of a vector elects no lane.
+    with cute.arch.elect_one():
+        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), gmem, smem, mbar_ptr=ring.full(index))
+
+
+def add_vector(smem, gmem, count: int):
+    """Run by one thread: leaves the addition of fp32 values in shared memory to global memory in flight, as one group.
+
+    smem, gmem: pointers, aligned to 16 bytes. count: of values.
+    """
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[gmem.toint(), smem.toint(), Int32(4 * count)],
+    )
+    cute.arch.cp_async_bulk_commit_group()

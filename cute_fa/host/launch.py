@@ -1,4 +1,4 @@
-"""Launch: one call of attention on a Hopper GPU, from checked tensors to a kernel in flight on torch's current stream."""
+"""Launch: one call of attention on a Hopper GPU, from checked tensors to kernels in flight on torch's current stream."""
 
 from functools import lru_cache
 
@@ -8,8 +8,8 @@ from cute_fa.core.errors import NotSupportedError, expected
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import cache
-from cute_fa.tuning.heuristics import forward_plan
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning.heuristics import backward_plan, forward_plan
+from cute_fa.tuning.plan import ForwardPlan, PostprocessPlan, PreprocessPlan
 
 MAX_TILES = 2**31 - 2**16  # their numbers have 32 bits, and every CTA asks for one behind the last
 
@@ -58,6 +58,52 @@ def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tupl
     return plan, num_sms, has_tma_strides
 
 
+def backward(
+    dout, dlse, q, k, v, out, lse, softmax_scale: float, mask: tuple, is_deterministic: bool, needs: tuple[bool, bool, bool]
+):
+    """dq, dk, dv of a dense call, each like its tensor and contiguous, None where `needs` has a False; not all may be.
+
+    dout: like out, any strides. dlse: fp32 (batch, heads_q, seqlen_q), any strides, or None. out, lse: of `forward`, with
+    the same q, k, v, scale and mask. Takes fp32 workspace of the size of q, padded, where dq is needed, and two numbers a row.
+    """
+    device_index = q.get_device()
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return backward(dout, dlse, q, k, v, out, lse, softmax_scale, mask, is_deterministic, needs)
+    plan, before, after = _prepare_backward(q.dtype, mask, (q.shape, k.shape, v.shape), is_deterministic, needs)
+    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip((q, k, v), needs))
+    if plan is None:
+        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
+    q, k, v, out, dout = (
+        x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, out, dout)
+    )
+    batch, seqlen_q, heads, _ = q.shape
+    num_m_blocks = -(-seqlen_q // plan.tile.tile_m)
+    fp32 = {"dtype": torch.float32, "device": q.device}
+    statistics = torch.empty((2, batch, heads, num_m_blocks * plan.tile.tile_m), **fp32)
+    accumulator = counters = None
+    if plan.needs_dq:
+        accumulator = torch.zeros((batch, heads, num_m_blocks, plan.tile.tile_m * plan.tile.head_dim), **fp32)
+    if plan.is_deterministic:
+        counters = torch.zeros(1 + batch * heads * num_m_blocks, dtype=torch.int32, device=q.device)
+    has_dlse = dlse is not None
+    cache.load(before)(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
+    cache.load(plan)(q, k, v, dout, statistics, accumulator, dk, dv, counters, softmax_scale)
+    if plan.needs_dq:
+        cache.load(after)(accumulator, dq, softmax_scale)
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=4096)
+def _prepare_backward(dtype, mask: tuple, shapes: tuple, is_deterministic: bool, needs: tuple):
+    """The plans of the main kernel, of the one before and of the one after it; None where there is no pair to score."""
+    q_shape, _, v_shape = shapes
+    if 0 in q_shape or 0 in v_shape:
+        return None, None, None
+    plan = backward_plan(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
+    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile)
+
+
 def is_tma_readable(x) -> bool:
     """Whether rows are contiguous, and the address and every stride that counts are multiples of 16 bytes."""
     return x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _has_tma_strides(x.itemsize, x.shape, x.stride())
@@ -73,13 +119,18 @@ def sm_count(device_index: int) -> int:
 
 
 def plan_of(dtype, q_shape, v_shape, mask: tuple, num_sms: int) -> ForwardPlan:
-    """The plan of a dense call on a device with num_sms SMs."""
+    """The forward plan of a dense call on a device with num_sms SMs."""
+    return forward_plan(problem_of(dtype, q_shape, v_shape, mask), num_sms)
+
+
+def problem_of(dtype, q_shape, v_shape, mask: tuple, is_deterministic: bool = False) -> AttentionProblem:
+    """A dense call as far as plans depend on it; they do not depend on the scale, for which 1 stands."""
     batch, seqlen_q, heads_q, head_dim = q_shape
     _, seqlen_k, heads_kv, head_dim_v = v_shape
     sizes = batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
-    # Plans do not depend on the scale; 1 stands for any.
-    scores = ScoreSpec(1.0, MaskSpec(*mask))
-    return forward_plan(AttentionProblem("dense", str(dtype).removeprefix("torch."), *sizes, scores), num_sms)
+    features = frozenset({"deterministic"} if is_deterministic else ())
+    name = str(dtype).removeprefix("torch.")
+    return AttentionProblem("dense", name, *sizes, ScoreSpec(1.0, MaskSpec(*mask)), features)
 
 
 def _counter(device_index: int) -> torch.Tensor:

@@ -20,14 +20,16 @@ class Feature:
     hopper_backward: bool = False
 
 
+_HOPPER = {"hopper_forward": True, "hopper_backward": True}
+
 FEATURES = (
-    Feature("dense", "(batch, seqlen, heads, head_dim) tensors, `flash_attn_func`", hopper_forward=True),
+    Feature("dense", "(batch, seqlen, heads, head_dim) tensors, `flash_attn_func`", **_HOPPER),
     Feature("varlen", "packed sequences, `flash_attn_varlen_func`"),
     Feature("kvcache", "`flash_attn_with_kvcache`: append, rotary, slots, left padding", cpu_backward=False),
     Feature("block_table", "paged keys and values"),
-    Feature("gqa", "fewer key-value heads than query heads", hopper_forward=True),
-    Feature("head_dim_v", "head_dim of v unlike that of q and k", hopper_forward=True),
-    Feature("causal", "`causal=True`, aligned to the bottom right", hopper_forward=True),
+    Feature("gqa", "fewer key-value heads than query heads", **_HOPPER),
+    Feature("head_dim_v", "head_dim of v unlike that of q and k", **_HOPPER),
+    Feature("causal", "`causal=True`, aligned to the bottom right", **_HOPPER),
     Feature("window", "`window_size`, each side alone or both"),
     Feature("attention_chunk", "`attention_chunk`"),
     Feature("softcap", "`softcap`"),
@@ -35,16 +37,16 @@ FEATURES = (
     Feature("dropout", "`dropout_p`, counter-based"),
     Feature("learnable_sink", "`learnable_sink` with gradient"),
     Feature("seqused", "`seqused_q`, `seqused_k`"),
-    Feature("lse", "`return_lse`, and its gradient", hopper_forward=True),
-    Feature("return_attn_probs", "`return_attn_probs`", hopper_forward=True),
-    Feature("deterministic", "`deterministic=True`, gradients bitwise equal from run to run", hopper_forward=True),
+    Feature("lse", "`return_lse`, and its gradient", **_HOPPER),
+    Feature("return_attn_probs", "`return_attn_probs`", **_HOPPER),
+    Feature("deterministic", "`deterministic=True`, gradients bitwise equal from run to run", **_HOPPER),
 )
 
 
-def require(problem: AttentionProblem, device: torch.device, needs_backward: bool) -> None:
+def require(problem: AttentionProblem, device: torch.device) -> None:
     """Raises DeviceError or NotSupportedError when no backend on `device` computes `problem`; before anything compiles.
 
-    needs_backward: gradients of the call will be asked for.
+    Gradients make no difference: what a backend computes in a call of `flash_attn_func` it also differentiates.
     """
     if device.type in ("cpu", "meta"):
         return
@@ -61,10 +63,6 @@ def require(problem: AttentionProblem, device: torch.device, needs_backward: boo
         rule = f"a CPU tensor for a call that uses {', '.join(missing)}"
         advice = "No GPU kernel does that yet; move q, k and v to the CPU, where the reference backend takes every option"
         raise NotSupportedError(expected("q", rule, f"device {device}", advice))
-    if needs_backward and not all(feature.hopper_backward for feature in FEATURES if feature.name in problem.features):
-        rule, got = "tensors that need no gradient on a GPU", "requires_grad=True"
-        advice = "No GPU kernel computes gradients yet; call under torch.no_grad(), or move q, k and v to the CPU"
-        raise NotSupportedError(expected("q", rule, got, advice))
 
 
 def compute_capability(device: torch.device):

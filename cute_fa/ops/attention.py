@@ -5,7 +5,7 @@ operator. The operators take one flat list of arguments, `Call`, because a torch
 """
 
 import dataclasses
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
@@ -55,9 +55,13 @@ class Call(NamedTuple):
         return PackedSequences(**{name: getattr(self, name) for name in _SEQUENCE_FIELDS})
 
     @property
+    def mask(self) -> tuple:
+        """As the arguments of MaskSpec."""
+        return self.window_left, self.window_right, self.attention_chunk
+
+    @property
     def scores(self) -> ScoreSpec:
-        mask = MaskSpec(self.window_left, self.window_right, self.attention_chunk)
-        return ScoreSpec(self.softmax_scale, mask, self.softcap, self.dropout_p)
+        return ScoreSpec(self.softmax_scale, MaskSpec(*self.mask), self.softcap, self.dropout_p)
 
     @property
     def score_tensors(self) -> ScoreTensors:
@@ -66,6 +70,11 @@ class Call(NamedTuple):
 
 _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
 
+# What the backward gives, each where it is needed, and the places of what these belong to among the forward's arguments.
+_GRADIENTS = ("dq", "dk", "dv", "dsink")
+_GRADIENT_OF = (0, 1, 2, 3 + Call._fields.index("learnable_sink"))
+_needs = [(f"needs_{name}", bool) for name in _GRADIENTS]
+BackwardCall = NamedTuple("BackwardCall", [*_needs, *get_type_hints(Call).items()])
 
 # Dense calls that were checked, by all that checks and scalars depend on. Only calls without tensors beside q, k and v.
 _checked: dict[tuple, Call] = {}
@@ -108,8 +117,7 @@ def _key(q, k, v, options: AttentionOptions):
     if not _PLAIN_TYPES.issuperset(types_of_window):
         return None
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    modes = _needs_backward(q, k, v), torch.are_deterministic_algorithms_enabled()
-    return (*tensors, options, types, types_of_window, *modes)
+    return (*tensors, options, types, types_of_window, torch.are_deterministic_algorithms_enabled())
 
 
 def _is_eager(*tensors) -> bool:
@@ -143,9 +151,8 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
 
 def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences) -> Call:
     """The operator's arguments, once it is sure that something computes the checked problem."""
-    tensors = (q, k, v, options.learnable_sink)
-    support.require(problem, q.device, _needs_backward(*tensors))
-    _refuse_forward_mode(*tensors)
+    support.require(problem, q.device)
+    _refuse_forward_mode(q, k, v, options.learnable_sink)
     scores = problem.scores
     rng_state = None
     if scores.dropout_p:
@@ -212,38 +219,55 @@ def _forward_cpu(q, k, v, *flat):
 
 def _forward_cuda(q, k, v, *flat):
     call = Call(*flat)
-    # A graph that was exported with CPU tensors comes here without the checks of `dense`.
+    _require_kernels(q, call)
+    return (*_launch(q, k, v, call), q.new_empty(0))
+
+
+def _require_kernels(q, call: Call):
+    """Raises what `support.require` would: a graph that was exported with CPU tensors comes without the checks of `dense`."""
     used = [name for name in Call._fields[:_NUM_CALL_TENSORS] if getattr(call, name) is not None]
     used += [name for name in ("attention_chunk", "softcap", "dropout_p") if getattr(call, name)]
     used += ["window_size"] * (call.window_left is not None or call.window_right not in (None, 0))
     if used:
         rule, advice = f"a CPU tensor for a call that uses {', '.join(used)}", "No GPU kernel does that yet"
         raise NotSupportedError(expected("q", rule, f"device {q.device}", advice))
-    return (*_launch(q, k, v, call), q.new_empty(0))
 
 
 def _launch(q, k, v, call: Call):
-    mask = call.window_left, call.window_right, call.attention_chunk
-    return launch.forward(q, k, v, call.softmax_scale, mask)
+    return launch.forward(q, k, v, call.softmax_scale, call.mask)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *flat):
-    sink = Call(*flat).learnable_sink
-    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), _empty_like_sink(q, sink))
+    needs, call = _split(flat)
+    inputs = zip((q, k, v, call.learnable_sink), needs)
+    return _without_none(q, [x.new_empty(x.shape) if is_needed else None for x, is_needed in inputs])
 
 
 def _backward_cpu(dout, dlse, q, k, v, out, lse, *flat):
-    call = Call(*flat)
+    needs, call = _split(flat)
     if call.sequences is None:
         grads = reference_dense.backward(dout, dlse, q, k, v, call.scores, call.score_tensors)
     else:
         grads = reference_varlen.backward(dout, dlse, q, k, v, call.sequences, call.scores, call.score_tensors)
-    *dqkv, dsink = grads
-    return (*(grad.contiguous() for grad in dqkv), _empty_like_sink(q, None) if dsink is None else dsink)
+    return _without_none(q, [grad.contiguous() if is_needed else None for grad, is_needed in zip(grads, needs)])
 
 
-def _empty_like_sink(q, sink):
-    return q.new_empty(0) if sink is None else torch.empty_like(sink)
+def _backward_cuda(dout, dlse, q, k, v, out, lse, *flat):
+    (*needs, _), call = _split(flat)  # no kernel takes a sink
+    _require_kernels(q, call)
+    scalars = call.softmax_scale, call.mask, call.deterministic
+    grads = launch.backward(dout.to(q.dtype), dlse, q, k, v, out, lse, *scalars, tuple(needs))
+    return _without_none(q, (*grads, None))
+
+
+def _split(flat) -> tuple[tuple, Call]:
+    """The fields of a BackwardCall: which gradients are needed, and the call."""
+    return flat[: len(_GRADIENTS)], Call(*flat[len(_GRADIENTS) :])
+
+
+def _without_none(q, grads) -> tuple:
+    """An operator returns tensors: an empty one stands for a gradient that is not needed."""
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _setup_context(ctx, inputs, output):
@@ -259,9 +283,11 @@ def _autograd_backward(ctx, dout, dlse, _dprobs):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsink = torch.ops.cute_fa.attention_backward(dout, dlse, q, k, v, out, lse, *tensors, *ctx.scalars)
-    grads = Call(*(None,) * len(Call._fields))._replace(learnable_sink=dsink if ctx.needs_input_grad[4] else None)
-    return dq, dk, dv, *grads
+    needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
+    call = (*needs, *tensors, *ctx.scalars)
+    grads = torch.ops.cute_fa.attention_backward.default(dout, dlse, q, k, v, out, lse, *call)
+    by_input = {index: grad for index, grad, is_needed in zip(_GRADIENT_OF, grads, needs) if is_needed}
+    return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
 
 
 def _refuse_double_backward(ctx, *_grads):
@@ -283,9 +309,10 @@ define(
 define(
     "attention_backward",
     ("dout", "dlse?", "q", "k", "v", "out", "lse"),
-    Call,
-    returns=4,
+    BackwardCall,
+    returns=len(_GRADIENTS),
     cpu=_backward_cpu,
+    cuda=_backward_cuda,
     fake=_backward_fake,
     backward=_refuse_double_backward,
     setup_context=lambda ctx, inputs, output: None,

@@ -53,7 +53,7 @@ def attend(q, k_cache, v_cache, cache: CacheUpdate, options: AttentionOptions):
         q, k, v = autocast(q, cache.k, cache.v)
         cache = dataclasses.replace(cache, k=k, v=v)
     problem = validate.kvcache(q, k_cache, v_cache, cache, options)
-    support.require(problem, q.device, needs_backward=False)
+    support.require(problem, q.device)
     lengths = cache.cache_seqlens
     if not isinstance(lengths, Tensor):
         held = problem.seqlen_k if lengths is None else int(lengths)

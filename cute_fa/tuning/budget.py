@@ -109,6 +109,14 @@ class BackwardTile:
     has_dq_staging: bool = True
 
     @property
+    def has_transposed_dq(self) -> bool:
+        """Whether the product is dQ^T = K^T dS^T, as many queries wide as the block is, instead of dQ = dS K.
+
+        For blocks of queries that are no multiple of 64; and at head_dim 128, where each warpgroup then has 64 of its rows.
+        """
+        return not self.has_p_in_smem and (self.tile_m % 64 != 0 or self.head_dim == 128)
+
+    @property
     def smem_bytes(self) -> int:
         """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers (K and V are filled only once)."""
         k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
@@ -133,14 +141,23 @@ class BackwardTile:
         return dk + dv + max(s + dp, dq + p_and_ds)
 
     @property
+    def has_tight_registers(self) -> bool:
+        """Whether lse or delta, two columns in eight of a block for each thread, take of what else needs registers."""
+        statistics = self.tile_m // 4
+        return self.registers_per_thread + statistics > _available_registers(self)
+
+    @property
     def fits(self) -> bool:
         return _fits(self)
 
 
 def _fits(tile: ForwardTile | BackwardTile) -> bool:
     """Necessary, not sufficient: shared memory within a block's limit, matrices within a consumer's registers."""
-    available = REGISTER_SPLITS[tile.num_consumer_warpgroups].consumer - OTHER_REGISTERS
-    return tile.smem_bytes <= MAX_SMEM_BYTES_PER_BLOCK and tile.registers_per_thread <= available
+    return tile.smem_bytes <= MAX_SMEM_BYTES_PER_BLOCK and tile.registers_per_thread <= _available_registers(tile)
+
+
+def _available_registers(tile: ForwardTile | BackwardTile) -> int:
+    return REGISTER_SPLITS[tile.num_consumer_warpgroups].consumer - OTHER_REGISTERS
 
 
 def _buffer_bytes(num_stages: int, rows: int, columns: int) -> int:

@@ -1,8 +1,10 @@
 """Heuristics: problem -> plan. What the rules give on an H200 stands in `benchmarks/results/`."""
 
+from cute_fa.core.dtypes import BFLOAT16
 from cute_fa.core.problem import AttentionProblem
-from cute_fa.tuning.budget import ForwardTile
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning import schedule
+from cute_fa.tuning.budget import BackwardTile, ForwardTile
+from cute_fa.tuning.plan import BackwardPlan, ForwardPlan
 
 # Compiled sizes of head_dim and head_dim_v. TMA fills what is missing with zeros and cuts what is too much. The widest
 # TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so a tile never has a box that holds nothing.
@@ -53,4 +55,53 @@ def _forward_tile(head_dim: int, head_dim_v: int, is_causal: bool, num_warpgroup
             tile = ForwardTile(*sizes, num_q_stages=num_q_stages, has_o_staging=has_o_staging)
             if tile.fits:
                 return tile
+    raise AssertionError(f"no tile holds head_dim {head_dim} with head_dim_v {head_dim_v}")
+
+
+def backward_plan(problem: AttentionProblem, needs: tuple[bool, bool, bool] = (True, True, True)) -> BackwardPlan:
+    """The plan of the main backward kernel. needs: which of dq, dk and dv are asked for, at least one."""
+    mask = problem.scores.mask
+    assert mask.is_full or mask.is_causal, f"no backward kernel has the mask {mask.name}"
+    dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+    return build_backward_plan(problem.dtype, *dims, mask.is_causal, "deterministic" in problem.features, needs)
+
+
+def build_backward_plan(
+    dtype: str, head_dim: int, head_dim_v: int, is_causal: bool, is_deterministic: bool, needs: tuple[bool, bool, bool]
+) -> BackwardPlan:
+    """The plan of one pair of compiled tiles: the rules for blocks, schedule and arithmetic."""
+    tile = _backward_tile(head_dim, head_dim_v)
+    # 16-bit dS leaves registers for dV to run under it. fp16 does without: a large dP would overflow.
+    has_16bit_ds = dtype == BFLOAT16.name and tile.tile_m == 128
+    if tile.has_p_in_smem:
+        words = schedule.SHARED
+    elif tile.has_tight_registers and not has_16bit_ds:
+        words = schedule.DP_FIRST
+    else:
+        words = schedule.HALF_DK
+    needs_dq, needs_dk, needs_dv = needs
+    return BackwardPlan(
+        dtype=dtype,
+        tile=tile,
+        is_causal=is_causal,
+        is_deterministic=is_deterministic and needs_dq,
+        schedule=schedule.without(words, *needs, tile.has_p_in_smem),
+        has_16bit_ds=has_16bit_ds,
+        needs_dq=needs_dq,
+        needs_dk=needs_dk,
+        needs_dv=needs_dv,
+        heads_per_section=4 if is_causal else 1,
+    )
+
+
+def _backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
+    """128 keys with P and dS in registers where dK and dV leave room for them, the more queries the better; else 64 keys."""
+    for tile_m in (128, 64):
+        tile = BackwardTile(head_dim, head_dim_v, tile_m, 128)
+        if tile.fits and (tile_m == 64 or head_dim == head_dim_v == 64):
+            return tile
+    for has_dq_staging in (True, False):
+        tile = BackwardTile(head_dim, head_dim_v, 64, 64, has_p_in_smem=True, has_dq_staging=has_dq_staging)
+        if tile.fits:
+            return tile
     raise AssertionError(f"no tile holds head_dim {head_dim} with head_dim_v {head_dim_v}")

@@ -1,12 +1,14 @@
-"""ForwardPlan: everything a forward kernel is compiled for. Plain, frozen, hashable: it is the compile key.
+"""Plans: everything a kernel is compiled for. Plain, frozen, hashable: a plan is the compile key.
 
-`tuning/heuristics.py` chooses one for a problem, `kernels/` builds its kernel, `host/cache.py` keys on it, and
-`cute-fa inspect` compares what was compiled with what it requires.
+`tuning/heuristics.py` chooses them for a problem, `kernels/` builds their kernels, `host/cache.py` keys on them, and
+`cute-fa inspect` compares what was compiled with what they require. Every plan has a name for messages, files and test
+ids, the bytes of shared memory that its kernel takes, and the SASS instructions without which the kernel would not be
+what it is meant to be.
 """
 
 from dataclasses import dataclass
 
-from cute_fa.tuning.budget import ForwardTile
+from cute_fa.tuning.budget import OPERAND_BYTES, BackwardTile, ForwardTile
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -27,14 +29,101 @@ class ForwardPlan:
 
     @property
     def name(self) -> str:
-        """A word for messages, files and test ids, such as forward-d128-bf16-causal-m128n128."""
-        t = self.tile
-        dims = f"d{t.head_dim}" + (f"-{t.head_dim_v}" if t.head_dim_v != t.head_dim else "")
-        mask = "causal" if self.is_causal else "full"
-        return f"forward-{dims}-{SHORT_DTYPES[self.dtype]}-{mask}-m{t.tile_m}n{t.tile_n}" + "-turns" * self.has_turns
+        """Such as forward-d128-bf16-causal-m128n128."""
+        return _name("forward", self) + "-turns" * self.has_turns
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.tile.smem_bytes
 
     @property
     def required_opcodes(self) -> tuple[str, ...]:
-        """SASS instructions without which the kernel would not be what it is meant to be."""
         stores = ("UTMASTG", "STSM") if self.tile.has_o_staging else ()
         return ("HGMMA", "UTMALDG", "USETMAXREG", *stores)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The main kernel of a backward call. dtype: of q, k, v, dout and the gradients.
+
+    schedule: order of one step, words of `tuning/schedule.py`.
+    has_16bit_ds: dS = P (dP - delta) is computed on 16-bit numbers, which takes fewer registers and rounds more.
+    heads_per_section: under a causal mask, how many query heads run side by side (`device/order.py`).
+    """
+
+    dtype: str
+    tile: BackwardTile
+    is_causal: bool
+    is_deterministic: bool
+    schedule: str
+    has_16bit_ds: bool
+    needs_dq: bool
+    needs_dk: bool
+    needs_dv: bool
+    heads_per_section: int
+
+    @property
+    def needs_ds(self) -> bool:
+        return self.needs_dq or self.needs_dk
+
+    @property
+    def name(self) -> str:
+        """Such as backward-d128-bf16-causal-m64n128; the gradients where not all are needed."""
+        needed = [name for name in ("dq", "dk", "dv") if getattr(self, f"needs_{name}")]
+        words = ["deterministic"] * self.is_deterministic + (needed if len(needed) < 3 else [])
+        return "-".join([_name("backward", self), *words])
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.tile.smem_bytes
+
+    @property
+    def required_opcodes(self) -> tuple[str, ...]:
+        opcodes = ["HGMMA", "UTMALDG", "USETMAXREG"]
+        opcodes += ["UTMASTG", "STSM"] * (self.needs_dk or self.needs_dv)
+        opcodes += ["UBLKRED" if self.tile.has_dq_staging else "REDG"] * self.needs_dq
+        return tuple(opcodes)
+
+
+@dataclass(frozen=True)
+class PreprocessPlan:
+    """The kernel before the main one: delta, and lse in units of log2. dtype: of out and dout."""
+
+    dtype: str
+    head_dim_v: int
+
+    smem_bytes = 0
+    required_opcodes = ()
+
+    @property
+    def name(self) -> str:
+        return f"preprocess-d{self.head_dim_v}-{SHORT_DTYPES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class PostprocessPlan:
+    """The kernel after the main one: dq from its fp32 accumulator. dtype: of dq. tile: of the main kernel."""
+
+    dtype: str
+    tile: BackwardTile
+
+    required_opcodes = ("STSM", "UTMASTG")
+
+    @property
+    def name(self) -> str:
+        kind = "-shared" * self.tile.has_p_in_smem
+        return f"postprocess-d{self.tile.head_dim}-{SHORT_DTYPES[self.dtype]}-m{self.tile.tile_m}{kind}"
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.tile.tile_m * self.tile.head_dim * OPERAND_BYTES
+
+
+Plan = ForwardPlan | BackwardPlan | PreprocessPlan | PostprocessPlan
+
+
+def _name(direction: str, plan: ForwardPlan | BackwardPlan) -> str:
+    t = plan.tile
+    dims = f"d{t.head_dim}" + (f"-{t.head_dim_v}" if t.head_dim_v != t.head_dim else "")
+    mask = "causal" if plan.is_causal else "full"
+    return f"{direction}-{dims}-{SHORT_DTYPES[plan.dtype]}-{mask}-m{t.tile_m}n{t.tile_n}"

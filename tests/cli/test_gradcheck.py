@@ -4,11 +4,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import cute_fa
+from cute_fa.cli import gradcheck as gradcheck_file
 from cute_fa.cli.gradcheck import case_names, gradcheck
+from cute_fa.core.errors import NotSupportedError
+from cute_fa.host import support
+from cute_fa.ops import attention
 
 app = typer.Typer()
 app.command()(gradcheck)
@@ -48,6 +53,42 @@ def test_a_wrong_gradient_is_a_miss(monkeypatch):
     assert result.exit_code == 1, result.output
     misses = [line for line in result.output.splitlines() if line.startswith("MISS")]
     assert misses and all(" dk:" in line for line in misses), f"dk alone is wrong, got {misses}"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU that refuses what a Hopper GPU refuses, and computes the rest as the CPU does."""
+    compared, require = gradcheck_file.compared, support.require
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(support, "require", lambda problem, device: require(problem, torch.device("cuda:0")))
+    monkeypatch.setattr(attention, "_checked", {})
+    monkeypatch.setattr(gradcheck_file, "compared", lambda name, dtype, device, seed: compared(name, dtype, "cpu", seed))
+
+
+def test_gpu_leaves_out_what_it_has_no_kernel_for(hopper):
+    result = run("--device", "cuda")
+    assert result.exit_code == 0, result.output
+    *_, left_out, summary = result.output.splitlines()
+    windows = "window, window-left, window-right, window-causal"
+    others = "chunk, softcap, alibi, alibi-batch, sink, dropout, varlen, seqused, block_table"
+    assert left_out == f"not on cuda yet: {windows}, {others}", "each of them once, in one line"
+    # 14 shapes with five tensors each, of full, causal, scale and lse, in two dtypes
+    assert summary == "560 tensors on cuda, 4 options: 0 beyond their bound", "the rest is checked"
+
+
+def test_gpu_refuses_an_option_that_was_named(hopper):
+    result = run("--device", "cuda", "--option", "softcap")
+    assert isinstance(result.exception, NotSupportedError), result.output
+    assert "for a call that uses softcap" in str(result.exception), "the error of the call itself"
+
+
+def test_cpu_leaves_nothing_out(monkeypatch):
+    def refuse(*arguments, **options):
+        raise NotSupportedError("q: expected nothing, got a tensor. Wait.")
+
+    monkeypatch.setattr(cute_fa, "flash_attn_func", refuse)
+    assert isinstance(run().exception, NotSupportedError), "the CPU has every option, so a refusal is a fault"
 
 
 @pytest.mark.parametrize(

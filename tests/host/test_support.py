@@ -90,9 +90,8 @@ def test_cpu_columns(feature):
         assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(out.square().sum(), (q, k, v))), "gradients"
 
 
-# What has kernels. Rows that join it here get tests of those kernels.
-HOPPER_FORWARD = {"dense", "gqa", "head_dim_v", "causal", "lse", "return_attn_probs", "deterministic"}
-HOPPER_BACKWARD = set()
+# What has kernels, forward and backward. Rows that join it here get tests of those kernels.
+HOPPER = {"dense", "gqa", "head_dim_v", "causal", "lse", "return_attn_probs", "deterministic"}
 
 
 def on_a_gpu(value):
@@ -105,10 +104,9 @@ def on_a_gpu(value):
 
 @pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.name)
 def test_hopper_columns(feature, monkeypatch):
-    """A call of the row goes through on a Hopper GPU, or is refused by the row's name, as the column says."""
+    """A call of the row goes through on a Hopper GPU, or is refused by the row's name, as both columns say."""
     monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
-    assert feature.hopper_forward == (feature.name in HOPPER_FORWARD), "forward column"
-    assert feature.hopper_backward == (feature.name in HOPPER_BACKWARD), "backward column"
+    assert feature.hopper_forward == feature.hopper_backward == (feature.name in HOPPER), "both columns"
     layout, changes = CALLS[feature.name]
     *tensors, given = arguments(layout, **changes)
     function = {"dense": cute_fa.flash_attn_func, "kvcache": cute_fa.flash_attn_with_kvcache}
@@ -128,10 +126,6 @@ def test_hopper_columns(feature, monkeypatch):
 NO_KERNEL = (
     "q: expected a CPU tensor for a call that uses {}, got device cuda:0. No GPU kernel does that yet; move q, k and "
     "v to the CPU, where the reference backend takes every option."
-)
-NO_GRADIENT = (
-    "q: expected tensors that need no gradient on a GPU, got requires_grad=True. No GPU kernel computes gradients yet; "
-    "call under torch.no_grad(), or move q, k and v to the CPU."
 )
 
 
@@ -158,39 +152,6 @@ def test_dense_call_without_a_kernel(hopper):
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         cute_fa.flash_attn_func(q, q, q, dropout_p=0.5, softcap=2.0, causal=True)
     assert str(caught.value) == NO_KERNEL.format("softcap, dropout"), "what is missing, in the order of the matrix"
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_call_that_needs_a_gradient(name, hopper):
-    """Any of the tensors will do; where no gradient is recorded the call goes through."""
-    with FakeTensorMode():
-        tensors = {each: torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16) for each in "qkv"}
-        tensors[name].requires_grad_()
-        with pytest.raises(NotSupportedError) as caught:
-            cute_fa.flash_attn_func(**tensors, causal=True)
-        for no_gradient in (torch.no_grad(), torch.inference_mode()):
-            with no_gradient:
-                assert cute_fa.flash_attn_func(**tensors, causal=True).shape == (1, 8, 2, 64), "forward alone"
-    assert str(caught.value) == NO_GRADIENT, "message"
-
-
-def test_a_gradient_needs_every_feature_of_the_call(monkeypatch):
-    have = [replace(f, hopper_backward=f.name in ("dense", "gqa", "lse")) for f in support.FEATURES]
-    monkeypatch.setattr(support, "FEATURES", have)
-    monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
-    device = torch.device("cuda:0")
-    support.require(problem("dense", heads_kv=1, return_lse=True), device, needs_backward=True)
-    support.require(problem("dense", causal=True), device, needs_backward=False)
-    with pytest.raises(NotSupportedError) as caught:
-        support.require(problem("dense", causal=True), device, needs_backward=True)
-    assert str(caught.value) == NO_GRADIENT, "message"
-    with pytest.raises(NotSupportedError) as caught:
-        support.require(problem("dense", softcap=2.0), device, needs_backward=True)
-    assert str(caught.value) == NO_KERNEL.format("softcap"), "what has no forward is refused for that"
-
-
-def test_the_cpu_differentiates_what_no_gpu_does():
-    support.require(problem("dense", softcap=2.0), torch.device("cpu"), needs_backward=True)
 
 
 def test_packed_call_without_a_kernel():
@@ -227,15 +188,15 @@ def test_call_is_refused_for_what_is_missing_alone(monkeypatch):
     monkeypatch.setattr(support, "FEATURES", have)
     monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
     device = torch.device("cuda:0")
-    support.require(problem("dense", causal=True), device, needs_backward=False)
+    support.require(problem("dense", causal=True), device)
     with pytest.raises(NotSupportedError) as caught:
-        support.require(problem("dense", causal=True, window_size=(3, 0)), device, needs_backward=False)
+        support.require(problem("dense", causal=True, window_size=(3, 0)), device)
     assert str(caught.value) == NO_KERNEL.format("window"), "message"
 
 
 def test_another_kind_of_device():
     with pytest.raises(DeviceError) as caught:
-        support.require(problem("dense"), torch.device("xpu", 0), needs_backward=False)
+        support.require(problem("dense"), torch.device("xpu", 0))
     message = (
         "q: expected a CPU or CUDA tensor, got device xpu:0. Move q, k and v to a Hopper GPU, or to the CPU for the "
         "reference backend."

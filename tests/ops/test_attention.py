@@ -4,14 +4,17 @@ import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
 from cute_fa.ops import attention
-from cute_fa.ops.attention import Call
+from cute_fa.ops.attention import BackwardCall, Call
 from cute_fa.testing.plain import plain_attention
 
 FORWARD = torch.ops.cute_fa.attention_forward.default
@@ -77,6 +80,31 @@ def arguments(shapes, changes, dtype, requires_grad=True):
     return (*tensors, *PLAIN._replace(**changes, learnable_sink=sink))
 
 
+def backward_arguments(inputs, out, lse, dout, dlse=None, needs=None):
+    """Of the operator, after a forward on `inputs`. needs: of dq, dk, dv and dsink; None for all that there are."""
+    has_sink = Call(*inputs[3:]).learnable_sink is not None
+    return (dout, dlse, *inputs[:3], out, lse, *(needs or (True, True, True, has_sink)), *inputs[3:])
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of each run of the backward operator, and counts those of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.backwards, self.num_forwards = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_forwards += function is FORWARD
+        if function is BACKWARD:
+            self.backwards.append(args)
+        return function(*args, **(kwargs or {}))
+
+    def needs(self):
+        """Those of dq, dk, dv and dsink that the only run was asked for."""
+        [args] = self.backwards
+        return [name for name, is_needed in zip(("q", "k", "v", "sink"), args[7:11]) if is_needed]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
 def test_opcheck_forward(shapes, changes, dtype):
@@ -91,7 +119,37 @@ def test_opcheck_backward(shapes, changes, dtype, has_dlse):
     inputs = arguments(shapes, changes, dtype, requires_grad=False)
     out, lse, _ = FORWARD(*inputs)
     dlse = torch.randn_like(lse) if has_dlse else None
-    torch.library.opcheck(BACKWARD, (torch.randn_like(out), dlse, *inputs[:3], out, lse, *inputs[3:]))
+    torch.library.opcheck(BACKWARD, backward_arguments(inputs, out, lse, torch.randn_like(out), dlse))
+
+
+# Which of dq, dk, dv and dsink: at least one.
+SUBSETS = {
+    "-".join(itertools.compress(("dq", "dk", "dv", "dsink"), needs)): needs
+    for needs in itertools.product((True, False), repeat=4)
+    if any(needs)
+}
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv", "dk-dv", "dq-dv", "dsink"])
+def test_opcheck_backward_of_some_gradients(name):
+    inputs = arguments(DENSE, EVERY_SCORE, torch.bfloat16, requires_grad=False)
+    out, lse, _ = FORWARD(*inputs)
+    torch.library.opcheck(BACKWARD, backward_arguments(inputs, out, lse, torch.randn_like(out), needs=SUBSETS[name]))
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("needs", SUBSETS.values(), ids=SUBSETS)
+def test_some_gradients_are_those_of_all(needs, layout):
+    """The same numbers, and an empty tensor for each that is not needed; the fake gives the same shapes and strides."""
+    inputs = arguments(*CALLS[f"{layout}-every-score"], torch.bfloat16, requires_grad=False)
+    out, lse, _ = FORWARD(*inputs)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    every = BACKWARD(*backward_arguments(inputs, out, lse, dout, dlse))
+    some = backward_arguments(inputs, out, lse, dout, dlse, needs)
+    fakes = BACKWARD(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in some))
+    for found, fake, whole, is_needed in zip(BACKWARD(*some), fakes, every, needs):
+        assert torch.equal(found, whole) if is_needed else found.shape == (0,), f"needed: {is_needed}"
+        assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride()), "fake and real"
 
 
 @pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
@@ -100,9 +158,9 @@ def test_fakes_tell_what_comes(shapes, changes):
     inputs = arguments(shapes, changes, torch.bfloat16, requires_grad=False)
     meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs]
     out, lse, _ = real = FORWARD(*inputs)
-    real += BACKWARD(out, None, *inputs[:3], out, lse, *inputs[3:])
+    real += BACKWARD(*backward_arguments(inputs, out, lse, out))
     out, lse, _ = fake = FORWARD(*meta)
-    fake += BACKWARD(out, None, *meta[:3], out, lse, *meta[3:])
+    fake += BACKWARD(*backward_arguments(meta, out, lse, out))
     for ours, other in zip(fake, real):
         found, wanted = ((x.shape, x.dtype, x.stride()) for x in (ours, other))
         assert found == wanted, "fake and real differ"
@@ -118,16 +176,35 @@ def test_cuda_tensors_reach_the_launch(monkeypatch):
     assert found[0] is out and found[1] is lse and found[2].shape == (0,), "what the launch gave"
 
 
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, True)], ids=["all", "q", "kv"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["same-dtype", "cast"])
+def test_cuda_gradients_reach_the_launch(dtype, needs, monkeypatch):
+    """With dout in q's dtype, and an empty tensor for each gradient that the launch did not compute."""
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for shape in DENSE)
+    out, lse = torch.randn(2, 5, 4, 6, dtype=torch.bfloat16), torch.randn(2, 4, 5)
+    dout, dlse = torch.randn(2, 5, 4, 6).bfloat16().to(dtype), torch.randn(2, 4, 5)
+    grads = tuple(torch.ones_like(x) if is_needed else None for x, is_needed in zip((q, k, v), needs))
+    given = []
+    monkeypatch.setattr(attention.launch, "backward", lambda *arguments: given.append(arguments) or grads)
+    call = PLAIN._replace(window_right=0, deterministic=True)
+    found = attention._backward_cuda(dout, dlse, q, k, v, out, lse, *needs, False, *call)
+    [(dout_given, *tensors, scale, mask, is_deterministic, needs_given)] = given
+    assert dout_given.dtype == torch.bfloat16 and torch.equal(dout_given, dout.bfloat16()), "dout"
+    assert all(a is b for a, b in zip(tensors, (dlse, q, k, v, out, lse), strict=True)), "dlse, q, k, v, out, lse"
+    assert (scale, mask, is_deterministic, needs_given) == (0.4, (None, 0, 0), True, needs), "scalars"
+    for ours, grad in zip(found, (*grads, None), strict=True):
+        assert ours.shape == (0,) if grad is None else ours is grad, "what the launch gave"
+
+
 def test_what_runs_on_cuda_tensors():
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has_kernel("cute_fa::attention_forward", "CUDA"), "the forward has kernels"
-    assert not has_kernel("cute_fa::attention_backward", "CUDA"), "the backward has none, so no call may need it"
+    for name in ("attention_forward", "attention_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cute_fa::{name}", "CUDA"), f"{name} has kernels"
 
 
 def test_results_share_no_memory_with_inputs():
     inputs = arguments(DENSE, EVERY_SCORE, torch.float64, requires_grad=False)
     out, lse, probs = FORWARD(*inputs)
-    results = (out, lse, probs, *BACKWARD(out, None, *inputs[:3], out, lse, *inputs[3:]))
+    results = (out, lse, probs, *BACKWARD(*backward_arguments(inputs, out, lse, out)))
     places = [x.untyped_storage().data_ptr() for x in (*results, *(x for x in inputs if isinstance(x, torch.Tensor)))]
     assert len(set(places)) == len(places), "an operator returns tensors of its own"
 
@@ -145,15 +222,22 @@ def test_unused_results_cost_no_gradient(which):
         torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("names", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"], ids=lambda names: names or "none")
-def test_gradients_go_where_they_are_asked_for(names):
-    wanted = [name in names for name in "qkv"]
-    inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(arguments(DENSE, {}, torch.float64), wanted)]
-    out = cute_fa.flash_attn_func(*inputs, causal=True)
-    assert out.requires_grad == any(wanted), "out requires a gradient when an input does"
-    if any(wanted):
-        out.sum().backward()
-    assert [x.grad is not None for x in inputs] == wanted, "gradients of q, k, v"
+@pytest.mark.parametrize("needs", SUBSETS.values(), ids=SUBSETS)
+def test_gradients_go_where_they_are_asked_for(needs):
+    """The operator computes those alone, and they are those of plain torch."""
+    tensors = [*(torch.randn(shape, dtype=torch.float64) for shape in DENSE), torch.randn(4)]
+    wanted = list(itertools.compress(("q", "k", "v", "sink"), needs))
+    grads = []
+    with Recorder() as recorder:
+        for attend in (cute_fa.flash_attn_func, lambda *inputs, **options: plain_attention(*inputs, **options)[0]):
+            q, k, v, sink = inputs = [x.clone().requires_grad_(is_needed) for x, is_needed in zip(tensors, needs)]
+            attend(q, k, v, causal=True, learnable_sink=sink).square().sum().backward()
+            grads.append([x.grad for x in inputs])
+    assert recorder.needs() == wanted, "what the operator was asked for"
+    for ours, plain, is_needed in zip(*grads, needs):
+        assert (ours is not None) == is_needed, "which inputs have a gradient"
+        if is_needed:
+            torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_of_shared_pages_add_up():
@@ -191,24 +275,34 @@ def leaves(batch, seqlen_q, seqlen_k):
 
 def gradients(function, inputs, *rest):
     out, lse = function(*inputs, *rest)
-    return (out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs))
+    wanted = [x for x in inputs if x.requires_grad]
+    return (out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), wanted))
 
 
 def dense_call(q, k, v):
     return cute_fa.flash_attn_func(q, k, v, causal=True, window_size=(9, 0), softcap=3.0, return_lse=True)
 
 
-def test_compiled_dense_call_with_dynamic_lengths():
-    """One graph without breaks serves all lengths, forward and backward."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(dense_call, fullgraph=True, backend=counter)
+@pytest.mark.parametrize("frozen", ["", "q", "k", "v", "qk", "kv"], ids=lambda names: names or "none")
+def test_compiled_dense_call_with_dynamic_lengths(frozen):
+    """One graph without breaks serves all lengths, forward and backward; inputs without a gradient cost none."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(dense_call, fullgraph=True, dynamic=True, backend=backend)
     for seqlen_q, seqlen_k in ((16, 24), (17, 31), (40, 12)):
         inputs = leaves(2, seqlen_q, seqlen_k)
-        for x in inputs:
-            torch._dynamo.mark_dynamic(x, 1)
-        for found, wanted in zip(gradients(compiled, inputs), gradients(dense_call, inputs)):
-            assert torch.equal(found, wanted), f"compiled and eager differ at {seqlen_q} queries, {seqlen_k} keys"
-    assert counter.frame_count <= 2, f"{counter.frame_count} graphs for three lengths: more than one recompile"
+        for name, x in zip("qkv", inputs):
+            x.requires_grad_(name not in frozen)
+        found, wanted = (gradients(call, inputs) for call in (compiled, dense_call))
+        assert len(found) == 5 - len(frozen) and all(map(torch.equal, found, wanted)), f"{seqlen_q} queries, {seqlen_k} keys"
+    assert len(graphs) == 2, "a forward and a backward"
+    [node] = [node for graph in graphs for node in graph.graph.nodes if node.target is BACKWARD]
+    assert node.args[7:11] == (*(name not in frozen for name in "qkv"), False), "asked for in the graph"
 
 
 def varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -254,18 +348,39 @@ class Block(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
 
     def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (3, 2, 8))
-        return self.out(cute_fa.flash_attn_qkvpacked_func(qkv, causal=True).flatten(-2))
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return self.out(cute_fa.flash_attn_func(q, k, v, causal=True).flatten(-2))
 
 
 def test_export():
-    """An exported module holds the operator itself and takes other lengths."""
+    """An exported module holds the operator itself, takes other lengths, and can be trained."""
     block, seqlen = Block().eval(), torch.export.Dim("seqlen", min=2, max=64)
     exported = torch.export.export(block, (torch.randn(2, 10, 16),), dynamic_shapes={"x": {1: seqlen}})
     targets = [str(node.target) for node in exported.graph.nodes]
     assert "cute_fa.attention_forward.default" in targets, "the operator is one node"
     x = torch.randn(2, 33, 16)
-    assert torch.equal(exported.module()(x), block(x)), "exported and eager differ"
+    found, wanted = exported.module()(x), block(x)
+    assert torch.equal(found, wanted), "exported and eager differ"
+    weights = list(block.parameters())
+    grads, expected = torch.autograd.grad(found.sum(), weights), torch.autograd.grad(wanted.sum(), weights)
+    assert all(map(torch.equal, grads, expected)), "gradients of the same weights"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+def test_activation_checkpointing(use_reentrant):
+    """The forward runs once more in the backward, and the gradients are the same bit for bit."""
+    block, x = Block(), torch.randn(2, 9, 16, requires_grad=True)
+    weights = [x, *block.parameters()]
+    runs = {"plain": block, "checkpointed": lambda x: checkpoint(block, x, use_reentrant=use_reentrant)}
+    grads, num_forwards = {}, {}
+    for name, run in runs.items():
+        with Recorder() as recorder:
+            run(x).square().sum().backward()
+        grads[name], num_forwards[name] = [weight.grad for weight in weights], recorder.num_forwards
+        for weight in weights:
+            weight.grad = None
+    assert num_forwards == {"plain": 1, "checkpointed": 2}, "runs of the forward"
+    assert all(map(torch.equal, grads["plain"], grads["checkpointed"])), "gradients"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "learnable_sink"])
@@ -285,19 +400,13 @@ def test_forward_mode_is_refused(name):
 
 def test_lse_outside_the_loss_gives_no_dlse():
     """Backward kernels skip the term; torch would make a tensor of zeros by default."""
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.cute_fa.attention_backward.default:
-                seen.append(args[1])
-            return function(*args, **(kwargs or {}))
-
-    seen, inputs = [], leaves(1, 3, 3)
+    inputs = leaves(1, 3, 3)
     out, lse = cute_fa.flash_attn_func(*inputs, return_lse=True)
-    with Recorder():
+    with Recorder() as recorder:
         torch.autograd.grad(out.sum(), inputs, retain_graph=True)
         torch.autograd.grad(lse.sum(), inputs)
-    assert seen[0] is None and torch.equal(seen[1], torch.ones_like(lse)), "dlse of out alone, and of lse alone"
+    dlse_of_out, dlse_of_lse = (args[1] for args in recorder.backwards)
+    assert dlse_of_out is None and torch.equal(dlse_of_lse, torch.ones_like(lse)), "dlse of out alone, and of lse alone"
 
 
 def test_compiled_scalars_may_change():
@@ -373,11 +482,15 @@ def test_gradients_follow_the_mode_of_each_call(fresh):
 
 
 def test_deterministic_algorithms_are_another_call(fresh, monkeypatch):
-    q, k, v = (torch.randn(shape) for shape in DENSE)
-    for is_on in (False, True, False):
+    inputs, recorder = leaves(1, 3, 3), Recorder()
+    for is_on, argument in ((False, False), (True, False), (False, False), (False, True)):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_on)
-        cute_fa.flash_attn_func(q, k, v)
-    assert sorted(call.deterministic for call in fresh.values()) == [False, True], "one call of each kind"
+        out = cute_fa.flash_attn_func(*inputs, deterministic=argument)
+        with recorder:
+            out.sum().backward()
+    assert sorted(call.deterministic for call in fresh.values()) == [False, True, True], "one call of each kind"
+    index = 7 + BackwardCall._fields.index("deterministic")
+    assert [args[index] for args in recorder.backwards] == [False, True, False, True], "what the backward is told"
 
 
 def test_dropout_is_drawn_in_every_call(fresh):
@@ -472,9 +585,15 @@ LACKING = {
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_operator_on_cuda_tensors_refuses_what_kernels_lack(name, monkeypatch):
+def test_operators_on_cuda_tensors_refuse_what_kernels_lack(name, monkeypatch):
     """As in a graph that was exported with CPU tensors and moved."""
-    monkeypatch.setattr(attention.launch, "forward", lambda *arguments: pytest.fail("launched"))
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(attention.launch, direction, lambda *arguments: pytest.fail("launched"))
     q, k, v = (torch.randn(shape) for shape in DENSE)
-    with pytest.raises(NotSupportedError, match=f"q: expected a CPU tensor for a call that uses {name.split('-')[0]}, got"):
-        attention._forward_cuda(q, k, v, *PLAIN._replace(**LACKING[name]))
+    out, lse = torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5)
+    call = PLAIN._replace(**LACKING[name])
+    message = f"^q: expected a CPU tensor for a call that uses {name.split('-')[0]}, got"
+    with pytest.raises(NotSupportedError, match=message):
+        attention._forward_cuda(q, k, v, *call)
+    with pytest.raises(NotSupportedError, match=message):
+        attention._backward_cuda(out, None, q, k, v, out, lse, True, True, True, False, *call)

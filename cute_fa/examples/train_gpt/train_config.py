@@ -17,6 +17,7 @@ class TrainConfig:
     learning_rate: the peak, reached after `warmup` steps.
     attention: "cute_fa", or "sdpa" for torch's scaled_dot_product_attention, to compare.
     text: path of the file to train on; empty for Python's standard library.
+    is_compiled: whether the training steps run through torch.compile. It changes rounding alone.
     """
 
     device: str
@@ -31,6 +32,7 @@ class TrainConfig:
     attention: str = "cute_fa"
     text: str = ""
     seed: int = 0
+    is_compiled: bool = False
 
     def __post_init__(self):
         for name, choices in (("device", DEVICES), ("attention", ATTENTIONS)):

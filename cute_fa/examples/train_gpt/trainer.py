@@ -37,6 +37,7 @@ class Trainer:
     """Model, optimizer and text of one run. `step` counts the updates done.
 
     On the CPU everything is fp32; on a GPU parameters are fp32 and autocast runs the matmuls and attention in bf16.
+    Only training steps are compiled, if any: they have one shape. `model` is the plain module either way.
     """
 
     def __init__(self, config: TrainConfig):
@@ -45,6 +46,7 @@ class Trainer:
         self.config = config
         self.corpus = Corpus(config.text, config.seqlen)
         self.model = GPT(config).to(config.device)
+        self._trained_model = torch.compile(self.model) if config.is_compiled else self.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
         )
@@ -53,7 +55,7 @@ class Trainer:
 
     @classmethod
     def from_state(cls, state: dict, **changes) -> "Trainer":
-        """The trainer that `state()` describes. changes: new values of config fields, steps and device above all."""
+        """The trainer that `state()` describes. changes: new values of config fields, steps, device and is_compiled above all."""
         trainer = cls(TrainConfig(**state["config"] | changes))
         if trainer.corpus.digest != state["text_digest"]:
             advice = "Bring back the text that the run began with"
@@ -90,7 +92,7 @@ class Trainer:
         begin = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
-        loss = self._loss(self.corpus.batch(self.config.seed, self.step, self.config.batch))
+        loss = self._loss(self._trained_model, self.corpus.batch(self.config.seed, self.step, self.config.batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
@@ -101,22 +103,22 @@ class Trainer:
         self.step += 1
         return result
 
-    def _loss(self, windows: torch.Tensor) -> torch.Tensor:
+    def _loss(self, model, windows: torch.Tensor) -> torch.Tensor:
         """Mean nats a byte over windows (n, seqlen + 1)."""
         windows = windows.to(self.config.device)
-        logits = self._logits(windows[:, :-1])
+        logits = self._logits(model, windows[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
-    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _logits(self, model, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.config.device, torch.bfloat16, enabled=self.config.device == "cuda"):
-            return self.model(tokens)
+            return model(tokens)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Mean nats a byte on the held-out tail, over at most 128 sequences spread through it."""
         windows = self.corpus.held_out_windows(NUM_VALIDATION_WINDOWS)
         batches = windows.split(self.config.batch)
-        return sum(self._loss(batch).item() * len(batch) for batch in batches) / len(windows)
+        return sum(self._loss(self.model, batch).item() * len(batch) for batch in batches) / len(windows)
 
     @torch.no_grad()
     def sample(self, num_bytes: int, temperature: float = 0.8) -> bytes:
@@ -125,7 +127,7 @@ class Trainer:
         text = list(b"\n")
         for _ in range(num_bytes):
             context = torch.tensor([text[-self.config.seqlen :]], device=self.config.device)
-            logits = self._logits(context)[0, -1].float().cpu()
+            logits = self._logits(self.model, context)[0, -1].float().cpu()
             probabilities = torch.softmax(logits / temperature, dim=-1)
             text.append(torch.multinomial(probabilities, 1, generator=generator).item())
         return bytes(text[1:])

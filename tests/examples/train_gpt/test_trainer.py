@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_fa.examples.train_gpt.train_config import preset
 from cute_fa.examples.train_gpt.trainer import Trainer, learning_rate
@@ -52,6 +53,22 @@ def test_resumed_run_equals_the_unbroken_one(small, tmp_path):
     assert begun + losses(second) == expected, "bit for bit"
     for name, weight in second.model.state_dict().items():
         assert weight.equal(unbroken.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("attention", ["cute_fa", "sdpa"])
+def test_compiled_steps_train_alike(small, attention, monkeypatch):
+    """One graph without breaks; state, validation and sample are of the plain module."""
+    counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend=counter, fullgraph=True))
+    plain, compiled = (Trainer(small(attention=attention, is_compiled=is_on)) for is_on in (False, True))
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4), "the same mathematics"
+    assert plain.state()["model"].keys() == compiled.state()["model"].keys(), "names of the weights"
+    for trainer in (plain, compiled):
+        resumed = Trainer.from_state(trainer.state(), steps=7, is_compiled=not trainer.config.is_compiled)
+        assert resumed.validation_loss() == trainer.validation_loss(), "the same weights"
+        assert resumed.sample(4) == trainer.sample(4), "and the same sample"
+        assert len(losses(resumed)) == 1, "goes on"
+    assert counter.frame_count in (1, 2), "whole graphs: one for each compiled run at most"
 
 
 def test_stop_ends_after_the_step_in_hand(small):

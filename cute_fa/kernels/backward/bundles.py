@@ -1,0 +1,220 @@
+"""Bundles: what the roles of the main backward kernel share. Frozen dataclasses cross kernels, functions and loops.
+
+Letters: S raw scores, P normalised probabilities, dP and dS their gradients, LSE in units of log2. S^T, P^T, dP^T and
+dS^T have keys as rows. Shapes are (rows, columns, ...) of the tile.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cute_fa.device import mma
+from cute_fa.device.band import Band
+from cute_fa.device.order import HeadAfterHead, LongestFirst
+from cute_fa.device.pipeline import Ring
+from cute_fa.tuning.budget import BackwardTile
+from cute_fa.tuning.plan import BackwardPlan
+
+NUM_WARPGROUPS = 2  # consumers
+
+
+@dataclass(frozen=True)
+class BackwardGmem:
+    """Whole tensors in global memory. The `m` tensors hold coordinates for TMA; what is not needed is None.
+
+    mQ, mdO: (seqlen_q, dim, heads_q, batch). mK, mV, mdK, mdV: (seqlen_k, dim, heads_kv, batch).
+    lse_log2, delta: (seqlen_q padded to blocks, heads_q, batch), fp32.
+    dq: (tile_m * head_dim, m_block, heads_q, batch), fp32 zeros, to which CTAs add; a block has the order of `dq_product`.
+    semaphores: (m_block, heads_q, batch), zeros: how many warpgroups have added to a block. ticket: a zero.
+    """
+
+    mQ: cute.Tensor
+    mdO: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdK: cute.Tensor | None
+    mdV: cute.Tensor | None
+    lse_log2: cute.Tensor
+    delta: cute.Tensor
+    dq: cute.Tensor | None
+    semaphores: cute.Tensor | None
+    ticket: cute.Pointer | None
+
+
+@dataclass(frozen=True)
+class BackwardTma:
+    """TMA descriptors."""
+
+    q: cute.CopyAtom
+    do: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    dk: cute.CopyAtom | None
+    dv: cute.CopyAtom | None
+
+
+@dataclass(frozen=True)
+class BackwardMmas:
+    """scores: S^T = K Q^T and dP^T = V dO^T. dv += P^T dO. dk += dS^T Q. dq = dS K, or dQ^T = K^T dS^T.
+
+    What overwrites its accumulator comes twice, overwriting it and adding to it.
+    """
+
+    scores: cute.TiledMma
+    scores_add: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+    dq_add: cute.TiledMma
+
+
+def scores_product(dtype, tile: BackwardTile):
+    """Warpgroups share keys; queries where they exchange P and dS through shared memory."""
+    if tile.has_p_in_smem:
+        return mma.product(dtype, (1, 2), tile.tile_m // 2)
+    return mma.product(dtype, (2, 1), tile.tile_m)
+
+
+def values_product(dtype, tile: BackwardTile, head_dim: int):
+    """dV or dK; warpgroups share keys, or columns of the head where P and dS come from shared memory."""
+    if tile.has_p_in_smem:
+        return mma.product(dtype, (1, 2), head_dim // 2, has_b_transposed=True)
+    return mma.product(dtype, (2, 1), head_dim, has_b_transposed=True, has_a_in_registers=True)
+
+
+def dq_product(dtype, tile: BackwardTile):
+    """dQ, or dQ^T (`has_transposed_dq`). The order of its accumulator is also that of the accumulator in global memory."""
+    if tile.has_transposed_dq:
+        return mma.product(dtype, (2, 1), tile.tile_m, has_a_transposed=True)
+    columns = dq_columns(tile)
+    warpgroups = tile.tile_m // mma.ROWS_PER_WARPGROUP, tile.head_dim // columns
+    return mma.product(dtype, warpgroups, columns, has_a_transposed=tile.has_p_in_smem, has_b_transposed=True)
+
+
+def dq_columns(tile: BackwardTile) -> int:
+    """Columns of the head in one warpgroup's part of dQ."""
+    return tile.head_dim if tile.has_transposed_dq or tile.tile_m == 128 else tile.head_dim // 2
+
+
+def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: BackwardTile):
+    """A thread's part of a block of dQ in memory, as (4, vectors): neighbouring threads have neighbouring 16 bytes."""
+    half = tile.tile_m * tile.head_dim // NUM_WARPGROUPS
+    layout = cute.make_layout((4, half // 512), stride=(1, 512))
+    return cute.make_tensor(block + (warpgroup * half + thread_of_warpgroup * 4), layout)
+
+
+@dataclass(frozen=True)
+class BackwardSizes:
+    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    num_heads: Int32
+    batch: Int32
+    group: Int32
+    scale: Float32
+    scale_log2: Float32
+
+    def band(self, plan: BackwardPlan) -> Band:
+        right = 0 if plan.is_causal else None
+        return Band(plan.tile.tile_m, plan.tile.tile_n, self.seqlen_q, self.seqlen_k, right=right)
+
+    def num_tiles(self, plan: BackwardPlan):
+        return cute.ceil_div(self.seqlen_k, plan.tile.tile_n) * self.num_heads * self.batch
+
+    def order(self, plan: BackwardPlan):
+        """Of tiles. In both orders a head's n blocks come in rising order."""
+        blocks = cute.ceil_div(self.seqlen_k, plan.tile.tile_n)
+        if plan.is_causal:
+            # PERF: 4 query heads share 8 to 16 MB of Q, dO and dQ in L2.
+            heads = cutlass.max(plan.heads_per_section // self.group, 1)
+            return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=False)
+        return HeadAfterHead(blocks, self.num_heads)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tile of a CTA: one block of keys of a head. m_begin to m_end: blocks of queries that see it, of every query head;
+    up to m_unmasked the mask is needed."""
+
+    n_block: Int32
+    head: Int32
+    batch_idx: Int32
+    m_begin: Int32
+    m_unmasked: Int32
+    m_end: Int32
+
+
+@dataclass(frozen=True)
+class BackwardSmem:
+    """sK: (tile_n, head_dim). sV: (tile_n, head_dim_v); dK and dV leave through them. sQ: (tile_m, head_dim, stage).
+    sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
+    (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers."""
+
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sQ: cute.Tensor
+    sdO: cute.Tensor
+    sLSE: cute.Tensor
+    sDelta: cute.Tensor
+    sdS: cute.Tensor
+    sP: cute.Tensor | None
+    dq: cute.Pointer | None
+
+
+@dataclass(frozen=True)
+class BackwardPipes:
+    """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V are filled once."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a thread of a consumer warpgroup works with.
+
+    tSr, tdPr, tdVr, tdKr, tdQr: operands of the products, in shared memory with the stage as last mode, or in registers.
+    rP, rdS: 16-bit registers in the order of acc_S. rLSE, rDelta: (2, groups of 8 queries), of the thread's columns; one
+    buffer for both where P and dS are registers, because there LSE is used up before delta is read.
+    copy_dS, thread_dS: stmatrix of rdS and rP. first_column: of the thread in S^T.
+    """
+
+    mmas: BackwardMmas
+    tSrK: cute.Tensor
+    tSrQ: cute.Tensor
+    tdPrV: cute.Tensor
+    tdPrdO: cute.Tensor
+    tdVrP: cute.Tensor
+    tdVrdO: cute.Tensor
+    tdKrdS: cute.Tensor
+    tdKrQ: cute.Tensor
+    tdQrA: cute.Tensor
+    tdQrB: cute.Tensor
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dQ: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    rP: cute.Tensor
+    rdS: cute.Tensor
+    rLSE: cute.Tensor
+    rDelta: cute.Tensor
+    tLSE: cute.Tensor
+    tDelta: cute.Tensor
+    copy_dS: cute.TiledCopy
+    thread_dS: cutlass.Constexpr
+    tsdS: cute.Tensor
+    tsP: cute.Tensor | None
+    pipes: BackwardPipes
+    smem: BackwardSmem
+    scale_log2: Float32
+    lane: Int32
+    warpgroup: Int32
+    thread: Int32
+    first_key: Int32
+    first_column: Int32
+    plan: cutlass.Constexpr

@@ -1,0 +1,48 @@
+"""dQ writer: the warp that adds dQ of one block of queries after another to the fp32 accumulator in global memory."""
+
+import cutlass
+from cutlass import Int32, cute
+
+from cute_fa.device import barriers, semaphore, tma
+from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, BackwardGmem, BackwardSizes, BackwardSmem, Place
+
+
+@cute.jit
+def add_dq(
+    gmem: BackwardGmem, smem: BackwardSmem, sizes: BackwardSizes, place: Place, lane: Int32, plan: cutlass.Constexpr
+):
+    """Run by one whole warp. Each consumer warpgroup has half of the staging buffer, which it fills and this warp empties.
+
+    Deterministic: the CTA of a head's n-th block of keys adds as the n-th one.
+    """
+    half = plan.tile.tile_m * plan.tile.head_dim // NUM_WARPGROUPS
+    for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+        barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
+    num_left = sizes.group * (place.m_end - place.m_begin)
+    for g in cutlass.range(sizes.group, unroll=1):
+        head = place.head * sizes.group + g
+        for m_block in cutlass.range(place.m_begin, place.m_end, unroll=1):
+            block = gmem.dq[None, m_block, head, place.batch_idx].iterator
+            num_left -= 1
+            for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+                barriers.wait_buffer(barriers.BUFFER_FULL, warpgroup)
+                # Groups of bulk copies belong to a thread, so it is always the same one.
+                if lane == 0:
+                    if cutlass.const_expr(plan.is_deterministic and warpgroup == 0):
+                        counter = gmem.semaphores[None, head, place.batch_idx].iterator + m_block
+                        semaphore.wait_for(counter, NUM_WARPGROUPS * place.n_block)
+                    tma.add_vector(smem.dq + warpgroup * half, block + warpgroup * half, half)
+            for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+                if lane == 0:
+                    # SYNC: the buffer has been read.
+                    cute.arch.cp_async_bulk_wait_group(NUM_WARPGROUPS - 1 - warpgroup, read=True)
+                cute.arch.sync_warp()
+                if num_left > 0:  # no arrival is left over at exit
+                    barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
+            if cutlass.const_expr(plan.is_deterministic):
+                if lane == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
+                    counter = gmem.semaphores[None, head, place.batch_idx].iterator + m_block
+                    semaphore.count_up(counter, Int32(NUM_WARPGROUPS))
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: before the grid counts as complete

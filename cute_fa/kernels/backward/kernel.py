@@ -1,0 +1,431 @@
+"""BackwardKernel: the main kernel of exact attention's gradients on sm_90a; dQ is left in fp32."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_fa.core.hardware import WARPGROUP_THREADS
+from cute_fa.device import barriers, hopper, mma, softmax, tma
+from cute_fa.device.smem import tile_layout
+from cute_fa.device.pipeline import Ring
+from cute_fa.kernels.backward import bundles, mainloop
+from cute_fa.kernels.backward.bundles import (
+    NUM_WARPGROUPS,
+    BackwardGmem,
+    BackwardMmas,
+    BackwardPipes,
+    BackwardSizes,
+    BackwardSmem,
+    BackwardTma,
+    Consumer,
+    Place,
+)
+from cute_fa.kernels.backward.dq_writer import add_dq
+from cute_fa.kernels.backward.producer import load_tile
+from cute_fa.tuning import schedule
+from cute_fa.tuning.budget import REGISTER_SPLITS, SMEM_ALIGNMENT
+from cute_fa.tuning.plan import BackwardPlan
+
+WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
+
+
+class BackwardKernel:
+    """One kernel for one plan; instances are compiled through `host/compile.py`.
+
+    A CTA takes tile_n keys of one key-value head; K and V stay in shared memory, dK and dV in registers, while it goes over
+    the blocks of tile_m queries that see the keys, in all query heads of the group. One step, for one block of queries:
+        S^T = K Q^T    P^T = exp2(scale log2(e) S^T - LSE)    dV += P^T dO
+        dP^T = V dO^T  dS^T = P^T (dP^T - delta)              dK += dS^T Q    dQ += dS K (in global memory)
+    The schedule of the plan is the order of a step.
+
+    Roles: warp 0 loads, warp 1 writes dQ, warps 2 and 3 leave (24 registers), then 2 consumer warpgroups (240 registers).
+    They share the keys, 64 each, and P and dS are operands from registers; or, for wide heads, they share the queries of
+    S^T and the columns of dV, dK and dQ, and exchange P and dS through shared memory.
+
+    Edges, producer -> consumer:
+        K, V              load warp -> consumer warpgroups: TMA, once
+        Q and LSE, dO and delta  load warp -> consumer warpgroups: TMA, rings of num_q_stages and num_do_stages; a stage is
+                          freed by all consumer warps
+        dS (P)            consumer warpgroups -> each other: shared memory, num_ds_stages, one named barrier a step
+        dQ                consumer warpgroup -> dQ writer: half of a staging buffer, fp32, two named barriers; or from registers
+        dK, dV            consumer warpgroups -> warp 4: through the buffers of K and V, stored by TMA
+    Limits: shared memory of plan.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
+
+    What lies outside the sequences: TMA reads zeros; rows of queries have LSE = +inf, so P = 0; keys are masked.
+
+    Source: Dao 2023 (FlashAttention-2), algorithm 2, with the loops exchanged so that dK and dV stay in registers.
+    """
+
+    def __init__(self, plan: BackwardPlan):
+        self.plan = plan
+        self.dtype = mma.DTYPES[plan.dtype]
+        self.registers = REGISTER_SPLITS[plan.tile.num_consumer_warpgroups]
+        self.prologue, _ = schedule.steps(schedule.SHARED_PROLOGUE if plan.tile.has_p_in_smem else "")
+        self.steps, left = schedule.steps(plan.schedule)
+        assert not left, f"every product ends in its step, in flight behind it are {left}"
+
+    def fake_arguments(self):
+        """Arguments of `__call__` for the compiler: dtypes, ranks, and the alignment that TMA needs, checked at each call."""
+        plan, size, stride = self.plan, cute.sym_int32, cute.sym_int64
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, padded, num_m_blocks = (size() for _ in range(9))
+
+        def rows(*shape):
+            strides = (*(stride(divisibility=8) for _ in range(3)), 1)
+            return make_fake_tensor(self.dtype, shape, stride=strides, assumed_align=16)
+
+        def workspace(dtype, *shape):
+            strides = (*(stride(divisibility=4) for _ in shape[1:]), 1)
+            return make_fake_tensor(dtype, shape, stride=strides, assumed_align=16)
+
+        block = plan.tile.tile_m * plan.tile.head_dim
+        k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
+        return (
+            rows(batch, seqlen_q, heads_q, head_dim),
+            k,
+            v,
+            rows(batch, seqlen_q, heads_q, head_dim_v),
+            workspace(Float32, 2, batch, heads_q, padded),
+            workspace(Float32, batch, heads_q, num_m_blocks, block) if plan.needs_dq else None,
+            rows(*k.shape) if plan.needs_dk else None,
+            rows(*v.shape) if plan.needs_dv else None,
+            make_fake_tensor(Int32, (size(),), stride=(1,), assumed_align=4) if plan.is_deterministic else None,
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        statistics: cute.Tensor,
+        dq: cute.Tensor | None,
+        dk: cute.Tensor | None,
+        dv: cute.Tensor | None,
+        counters: cute.Tensor | None,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: LSE and delta,
+        (2, batch, heads_q, seqlen_q padded to blocks). dq: (batch, heads_q, m_block, tile_m * head_dim), zeros. counters:
+        1 + batch * heads_q * m_blocks zeros."""
+        plan, tile = self.plan, self.plan.tile
+        sizes = BackwardSizes(
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+            num_heads=k.shape[2],
+            batch=k.shape[0],
+            group=q.shape[2] // k.shape[2],
+            scale=softmax_scale,
+            scale_log2=softmax_scale * softmax.LOG2_E,
+        )
+        layouts = self._smem_layouts()
+        layout_K, layout_V, layout_Q, layout_dO, _ = layouts
+        atom_q, mQ = tma.load_atom(_rows_first(q), layout_Q, (tile.tile_m, tile.head_dim))
+        atom_do, mdO = tma.load_atom(_rows_first(dout), layout_dO, (tile.tile_m, tile.head_dim_v))
+        atom_k, mK = tma.load_atom(_rows_first(k), layout_K, (tile.tile_n, tile.head_dim))
+        atom_v, mV = tma.load_atom(_rows_first(v), layout_V, (tile.tile_n, tile.head_dim_v))
+        atom_dk, mdK, atom_dv, mdV = None, None, None, None
+        if cutlass.const_expr(plan.needs_dk):
+            atom_dk, mdK = tma.store_atom(_rows_first(dk), layout_K, (tile.tile_n, tile.head_dim))
+        if cutlass.const_expr(plan.needs_dv):
+            atom_dv, mdV = tma.store_atom(_rows_first(dv), layout_V, (tile.tile_n, tile.head_dim_v))
+        dq_blocks, semaphores, ticket = None, None, None
+        if cutlass.const_expr(plan.needs_dq):
+            dq_blocks = cute.make_tensor(dq.iterator, cute.select(dq.layout, mode=[3, 2, 1, 0]))
+        if cutlass.const_expr(plan.is_deterministic):
+            ticket = counters.iterator
+            shape = (dq.shape[2], dq.shape[1], dq.shape[0])
+            semaphores = cute.make_tensor(counters.iterator + 1, cute.make_layout(shape))
+        lse_log2, delta = (
+            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0])) for x in (statistics[0, None, None, None], statistics[1, None, None, None])
+        )
+        scores, dq_mma = bundles.scores_product(self.dtype, tile), bundles.dq_product(self.dtype, tile)
+        mmas = BackwardMmas(
+            scores=scores,
+            scores_add=scores,
+            dv=bundles.values_product(self.dtype, tile, tile.head_dim_v),
+            dk=bundles.values_product(self.dtype, tile, tile.head_dim),
+            dq=dq_mma,
+            dq_add=dq_mma,
+        )
+        # What profilers show.
+        name = f"cute_fa_{plan.name}".replace("-", "_")
+        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_dk, atom_dv),
+            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, lse_log2, delta, dq_blocks, semaphores, ticket),
+            mmas,
+            sizes,
+            *layouts,
+        ).launch(
+            grid=(sizes.num_tiles(plan), 1, 1),
+            block=(WARPGROUP_THREADS * (NUM_WARPGROUPS + 1), 1, 1),
+            stream=stream,
+            # Without it ptxas ignores setmaxnreg (C7508).
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: BackwardTma,
+        gmem: BackwardGmem,
+        mmas: BackwardMmas,
+        sizes: BackwardSizes,
+        layout_K: cute.ComposedLayout,
+        layout_V: cute.ComposedLayout,
+        layout_Q: cute.ComposedLayout,
+        layout_dO: cute.ComposedLayout,
+        layout_dS: cute.ComposedLayout,
+    ):
+        plan = self.plan
+        thread, _, _ = cute.arch.thread_idx()
+        warp_idx, role = cute.arch.make_warp_uniform(thread // 32), cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        lane = thread % 32
+        smem, pipes, ticket_word = self._allocate(layout_K, layout_V, layout_Q, layout_dO, layout_dS)
+        if warp_idx == 0:
+            for atom in (atoms.k, atoms.v, atoms.q, atoms.do):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
+                    ring.init(WARPS_PER_WARPGROUP * NUM_WARPGROUPS)
+                if cutlass.const_expr(plan.is_deterministic):
+                    # A CTA waits for those with smaller numbers, so they must have started.
+                    ticket_word.store(cute.arch.atomic_add(gmem.ticket, Int32(1)))
+        cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
+        cute.arch.sync_threads()  # SYNC: barriers (and the ticket) before anyone waits at them
+        number, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(plan.is_deterministic):
+            number = cute.arch.make_warp_uniform(ticket_word.load())
+        n_block, head, batch_idx = sizes.order(plan).locate(number)
+        band = sizes.band(plan)
+        m_begin, m_end = band.m_blocks(n_block)
+        m_unmasked, _ = band.unmasked_m_blocks(n_block)
+        place = Place(n_block, head, batch_idx, Int32(m_begin), Int32(m_unmasked), Int32(m_end))
+        if role == 0:
+            cute.arch.setmaxregister_decrease(self.registers.producer)
+            if warp_idx == 0:
+                load_tile(atoms, gmem, smem, pipes, sizes, place, plan)
+            if cutlass.const_expr(plan.needs_dq and plan.tile.has_dq_staging):
+                if warp_idx == 1:
+                    add_dq(gmem, smem, sizes, place, lane, plan)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.consumer)
+            self.consume(atoms, gmem, mmas, smem, pipes, sizes, place, thread - WARPGROUP_THREADS, lane)
+
+    @cute.jit
+    def consume(
+        self,
+        atoms: BackwardTma,
+        gmem: BackwardGmem,
+        mmas: BackwardMmas,
+        smem: BackwardSmem,
+        pipes: BackwardPipes,
+        sizes: BackwardSizes,
+        place: Place,
+        thread: Int32,
+        lane: Int32,
+    ):
+        """Run by every consumer warpgroup: all blocks of queries, then dK and dV. thread: from 0."""
+        plan = self.plan
+        w = self._consumer(mmas, smem, pipes, sizes, place, thread, lane)
+        w.acc_dK.fill(0.0)
+        w.acc_dV.fill(0.0)
+        pipes.k.wait_full(Int32(0), Int32(0))
+        if cutlass.const_expr(plan.needs_ds):
+            pipes.v.wait_full(Int32(0), Int32(0))
+        band = sizes.band(plan)
+        last = sizes.group * (place.m_end - place.m_begin) - 1
+        at = lambda number, m_block, g, band: mainloop.At(  # noqa: E731
+            number, last, m_block, place.head * sizes.group + g, place, gmem, band
+        )
+        if cutlass.const_expr(len(self.prologue)):
+            mainloop.run(w, self.prologue, at(Int32(-1), place.m_begin, 0, None))
+        number = Int32(0)
+        for g in cutlass.range(sizes.group, unroll=1):
+            for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
+                mainloop.run(w, self.steps, at(number, m_block, g, band))
+                number += 1
+            for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
+                mainloop.run(w, self.steps, at(number, m_block, g, None))
+                number += 1
+        # The last S of a schedule that looks ahead.
+        mma.wait(0)
+        if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
+            self._store(atoms, gmem, mmas, smem, sizes, place, w)
+
+    @cute.jit
+    def _store(self, atoms, gmem, mmas, smem, sizes, place, w):
+        """dV leaves through V's buffer, dK through K's."""
+        plan, tile = self.plan, self.plan.tile
+        barriers.sync_consumers()  # SYNC: both warpgroups are done with K and V
+        if cutlass.const_expr(plan.needs_dv):
+            self._stage(mmas.dv, w.acc_dV, smem.sV, w.thread)
+        if cutlass.const_expr(plan.needs_dk):
+            for i in cutlass.range_constexpr(cute.size(w.acc_dK)):
+                w.acc_dK[i] = w.acc_dK[i] * sizes.scale
+            self._stage(mmas.dk, w.acc_dK, smem.sK, w.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")  # SYNC: stmatrix before what TMA reads
+        barriers.sync_consumers()  # SYNC: all warps have written
+        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+            if cutlass.const_expr(plan.needs_dv):
+                _store_tile(atoms.dv, smem.sV, gmem.mdV, (tile.tile_n, tile.head_dim_v), place)
+            if cutlass.const_expr(plan.needs_dk):
+                _store_tile(atoms.dk, smem.sK, gmem.mdK, (tile.tile_n, tile.head_dim), place)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _stage(self, tiled_mma, acc, smem, thread):
+        rows_16bit = cute.make_rmem_tensor_like(acc, self.dtype)
+        rows_16bit.store(acc.load().to(self.dtype))
+        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), tiled_mma)
+        thread_copy = to_smem.get_slice(thread)
+        cute.copy(to_smem, thread_copy.retile(rows_16bit), thread_copy.partition_D(smem[None, None, 0]))
+
+    def _consumer(self, mmas, smem, pipes, sizes, place, thread, lane) -> Consumer:
+        tile, plan = self.plan.tile, self.plan
+        for atom, value in ((mmas.scores, False), (mmas.scores_add, True), (mmas.dq, False), (mmas.dq_add, True)):
+            mma.accumulates(atom, value)
+        mma.accumulates(mmas.dv, True)
+        mma.accumulates(mmas.dk, True)
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        thread_S, thread_dV, thread_dK, thread_dQ = (
+            x.get_slice(warpgroup * WARPGROUP_THREADS) for x in (mmas.scores, mmas.dv, mmas.dk, mmas.dq)
+        )
+        acc_S, acc_dP = (thread_S.make_fragment_C(thread_S.partition_shape_C((tile.tile_n, tile.tile_m))) for _ in range(2))
+        sKt, sdSt = mma.transposed(smem.sK), mma.transposed(smem.sdS)
+        if tile.has_p_in_smem:
+            rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
+            tdVrP = mmas.dv.make_fragment_A(thread_dV.partition_A(smem.sP))
+            tdKrdS = mmas.dk.make_fragment_A(thread_dK.partition_A(smem.sdS))
+            dQ_operands = sdSt, sKt
+        else:
+            tdVrP = thread_dV.make_fragment_A(thread_dV.partition_shape_A((tile.tile_n, tile.tile_m)))
+            tdKrdS = thread_dK.make_fragment_A(thread_dK.partition_shape_A((tile.tile_n, tile.tile_m)))
+            # A 16-bit accumulator has the order of an A operand.
+            rP, rdS = (cute.make_tensor(x.iterator, acc_S.layout) for x in (tdVrP, tdKrdS))
+            dQ_operands = (sKt, smem.sdS) if tile.has_transposed_dq else (smem.sdS, sKt)
+        dQ_shape = (tile.head_dim, tile.tile_m) if tile.has_transposed_dq else (tile.tile_m, tile.head_dim)
+        warp_row = (thread // 32) % WARPS_PER_WARPGROUP * 16 + lane // 4
+        # Of S^T, where a warpgroup has its own keys, or its own queries.
+        row = warp_row if tile.has_p_in_smem else warpgroup * mma.ROWS_PER_WARPGROUP + warp_row
+        num_columns = tile.tile_m // 2 if tile.has_p_in_smem else tile.tile_m
+        column = 2 * (lane % 4) + (warpgroup * num_columns if tile.has_p_in_smem else 0)
+
+        def statistics(x):
+            layout = cute.make_layout((2, num_columns // 8, cute.size(x, mode=[1])), stride=(1, 8, tile.tile_m))
+            return cute.make_tensor(x.iterator + column, layout)
+
+        rLSE = cute.make_rmem_tensor((2, num_columns // 8), Float32)
+        copy_dS = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(not tile.has_p_in_smem, 4), self.dtype), mmas.scores
+        )
+        thread_copy = copy_dS.get_slice(thread)
+        return Consumer(
+            mmas=mmas,
+            tSrK=mmas.scores.make_fragment_A(thread_S.partition_A(smem.sK)),
+            tSrQ=mmas.scores.make_fragment_B(thread_S.partition_B(smem.sQ)),
+            tdPrV=mmas.scores.make_fragment_A(thread_S.partition_A(smem.sV)),
+            tdPrdO=mmas.scores.make_fragment_B(thread_S.partition_B(smem.sdO)),
+            tdVrP=tdVrP,
+            tdVrdO=mmas.dv.make_fragment_B(thread_dV.partition_B(mma.transposed(smem.sdO))),
+            tdKrdS=tdKrdS,
+            tdKrQ=mmas.dk.make_fragment_B(thread_dK.partition_B(mma.transposed(smem.sQ))),
+            tdQrA=mmas.dq.make_fragment_A(thread_dQ.partition_A(dQ_operands[0])),
+            tdQrB=mmas.dq.make_fragment_B(thread_dQ.partition_B(dQ_operands[1])),
+            acc_S=acc_S,
+            acc_dP=acc_dP,
+            acc_dQ=thread_dQ.make_fragment_C(thread_dQ.partition_shape_C(dQ_shape)),
+            acc_dK=thread_dK.make_fragment_C(thread_dK.partition_shape_C((tile.tile_n, tile.head_dim))),
+            acc_dV=thread_dV.make_fragment_C(thread_dV.partition_shape_C((tile.tile_n, tile.head_dim_v))),
+            rP=rP,
+            rdS=rdS,
+            rLSE=rLSE,
+            rDelta=cute.make_rmem_tensor((2, num_columns // 8), Float32) if tile.has_p_in_smem else rLSE,
+            tLSE=statistics(smem.sLSE),
+            tDelta=statistics(smem.sDelta),
+            copy_dS=copy_dS,
+            thread_dS=thread_copy,
+            tsdS=thread_copy.partition_D(smem.sdS if tile.has_p_in_smem else sdSt),
+            tsP=thread_copy.partition_D(smem.sP) if tile.has_p_in_smem else None,
+            pipes=pipes,
+            smem=smem,
+            scale_log2=sizes.scale_log2,
+            lane=lane,
+            warpgroup=warpgroup,
+            thread=thread,
+            first_key=place.n_block * tile.tile_n + row,
+            first_column=column,
+            plan=plan,
+        )
+
+    def _smem_layouts(self):
+        """Swizzled layouts of sK, sV, sQ, sdO and sdS, last mode the stage."""
+        tile, dtype = self.plan.tile, self.dtype
+        share = 2 if tile.has_p_in_smem else 1
+        columns_K = min(bundles.dq_columns(tile), tile.head_dim // share)
+        ds_shape = (tile.tile_n, tile.tile_m) if tile.has_p_in_smem else (tile.tile_m, tile.tile_n)
+        return (
+            tile_layout(dtype, tile.tile_n, tile.head_dim, 1, columns_K),
+            tile_layout(dtype, tile.tile_n, tile.head_dim_v, 1, tile.head_dim_v // share),
+            tile_layout(dtype, tile.tile_m, tile.head_dim, tile.num_q_stages, tile.head_dim // share),
+            tile_layout(dtype, tile.tile_m, tile.head_dim_v, tile.num_do_stages, tile.head_dim_v // share),
+            tile_layout(dtype, *ds_shape, tile.num_ds_stages),
+        )
+
+    def _allocate(self, layout_K, layout_V, layout_Q, layout_dO, layout_dS):
+        """Shared memory as `BackwardTile.smem_bytes` counts it; buffers of tiles first, so that there are no gaps."""
+        tile = self.plan.tile
+        buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
+        if tile.has_p_in_smem:
+            buffers["p"] = layout_dS
+        stages = {"q": tile.num_q_stages, "do": tile.num_do_stages, "k": 1, "v": 1}
+        fields = {
+            name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
+            for name, layout in buffers.items()
+        }
+        vectors = {"lse": tile.tile_m * tile.num_q_stages, "delta": tile.tile_m * tile.num_do_stages}
+        if tile.has_dq_staging:
+            vectors["dq"] = tile.tile_m * tile.head_dim
+        fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
+        fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
+        fields["ticket"] = cute.struct.MemRange[Int32, 1]
+        storage = hopper.SmemAllocator().allocate(cute.struct(type("BackwardStorage", (), {"__annotations__": fields})))
+        tensors = {
+            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
+        }
+        sLSE, sDelta = (
+            getattr(storage, name).get_tensor(cute.make_layout((tile.tile_m, stages[ring])))
+            for name, ring in (("lse", "q"), ("delta", "do"))
+        )
+        pipes = BackwardPipes(
+            *(Ring(getattr(storage, f"{name}_barriers").data_ptr(), stages[name]) for name in ("q", "do", "k", "v"))
+        )
+        smem = BackwardSmem(
+            tensors["k"],
+            tensors["v"],
+            tensors["q"],
+            tensors["do"],
+            sLSE,
+            sDelta,
+            tensors["ds"],
+            tensors.get("p"),
+            storage.dq.data_ptr() if tile.has_dq_staging else None,
+        )
+        return smem, pipes, storage.ticket.data_ptr()
+
+
+def _rows_first(tensor):
+    """(batch, rows, heads, dim) as (rows, dim, heads, batch)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+
+def _store_tile(atom, smem, mTensor, tile, place):
+    """Run by one whole warp: leaves the store of a tile in flight."""
+    source, target = tma.partition(atom, smem, cute.local_tile(mTensor, tile, (None, 0, None, None)))
+    cute.copy(atom, source[None, 0], target[None, place.n_block, place.head, place.batch_idx])

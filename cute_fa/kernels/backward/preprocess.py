@@ -1,0 +1,105 @@
+"""PreprocessKernel: delta and LSE of all queries, as the main backward kernel reads them."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_fa.device import mma, softmax
+from cute_fa.tuning.plan import PreprocessPlan
+
+NUM_THREADS = 128
+VECTOR = 8  # elements that a thread reads of a row, 16 bytes
+
+
+class PreprocessKernel:
+    """One kernel for one plan; instances are compiled through `host/compile.py`.
+
+    Bound by memory: out and dout are read once. A row is read by a power of two of neighbouring lanes. Source: Dao 2023,
+    algorithm 2, line 4: delta = rowsum(dO * O); a gradient of lse enters every dS like -delta, and is subtracted here.
+    """
+
+    def __init__(self, plan: PreprocessPlan):
+        self.plan = plan
+        self.dtype = mma.DTYPES[plan.dtype]
+        self.lanes_per_row = next(lanes for lanes in (8, 16, 32) if VECTOR * lanes >= plan.head_dim_v)
+
+    def fake_arguments(self):
+        size, stride = cute.sym_int32, cute.sym_int64
+        batch, seqlen_q, heads, head_dim_v = (size() for _ in range(4))
+
+        def rows():
+            strides = (*(stride(divisibility=8) for _ in range(3)), 1)
+            return make_fake_tensor(self.dtype, (batch, seqlen_q, heads, head_dim_v), stride=strides, assumed_align=16)
+
+        def per_row():
+            strides = stride(), stride(), stride()
+            return make_fake_tensor(Float32, (batch, heads, seqlen_q), stride=strides, assumed_align=4)
+
+        strides = (*(stride(divisibility=4) for _ in range(3)), 1)
+        statistics = make_fake_tensor(Float32, (2, batch, heads, size()), stride=strides, assumed_align=16)
+        return rows(), rows(), per_row(), per_row(), Int32(0), statistics, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        has_dlse: Int32,
+        statistics: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        """out, dout: (batch, seqlen_q, heads, head_dim_v). lse, dlse: (batch, heads, seqlen_q); without has_dlse, dlse is not
+        read. statistics: (2, batch, heads, seqlen_q padded to blocks): LSE in units of log2, and delta.
+
+        Rows without a key and padding have LSE = +inf, so that P = 0, and delta = 0."""
+        name = f"cute_fa_{self.plan.name}".replace("-", "_")
+        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        rows_per_block = NUM_THREADS // self.lanes_per_row
+        grid = (cute.ceil_div(statistics.shape[3], rows_per_block) * out.shape[2] * out.shape[0], 1, 1)
+        self.kernel(out, dout, lse, dlse, has_dlse, statistics).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor,
+        has_dlse: Int32,
+        statistics: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        rows_per_block = NUM_THREADS // self.lanes_per_row
+        num_blocks = cute.ceil_div(statistics.shape[3], rows_per_block)
+        pair = block // num_blocks
+        batch_idx = pair // out.shape[2]
+        head = pair - batch_idx * out.shape[2]
+        row = (block - pair * num_blocks) * rows_per_block + thread // self.lanes_per_row
+        lane = thread % self.lanes_per_row
+        is_row = row < out.shape[1]
+        rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
+        rO.fill(0.0)
+        rdO.fill(0.0)
+        if is_row and VECTOR * lane < out.shape[3]:
+            for source, registers in ((out, rO), (dout, rdO)):
+                vector = cute.local_tile(source[batch_idx, row, head, None], (VECTOR,), (lane,))
+                cute.autovec_copy(vector, registers)
+        products = rO.load().to(Float32) * rdO.load().to(Float32)
+        delta = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.lanes_per_row)
+        if lane == 0 and row < statistics.shape[3]:
+            lse_log2 = Float32.inf
+            has_key = cutlass.Boolean(False)
+            if is_row:
+                value = lse[batch_idx, head, row]
+                if value != -Float32.inf:
+                    lse_log2 = value * softmax.LOG2_E
+                    has_key = cutlass.Boolean(True)
+                if has_dlse != 0:
+                    delta = delta - dlse[batch_idx, head, row]
+            statistics[0, batch_idx, head, row] = lse_log2
+            statistics[1, batch_idx, head, row] = delta if has_key else Float32(0.0)
