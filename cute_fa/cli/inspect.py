@@ -157,7 +157,7 @@ def lines(report) -> list[str]:
         return [f"FAULT {report.plan.name}: {fault}" for fault in report.faults]
     i = report.inspection
     sizes = f"{i.registers} registers, {i.smem_bytes} bytes of shared memory, {i.num_instructions} instructions"
-    return [f"ok    {i.plan}: {sizes}, {i.opcodes['HGMMA']} HGMMA, {i.compile_seconds:.1f} s"]
+    return [f"ok    {i.plan}: {sizes}, {counts(i)['HGMMA']} HGMMA, {i.compile_seconds:.1f} s"]
 
 
 def counts(inspection) -> dict[str, int]:

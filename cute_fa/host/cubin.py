@@ -23,6 +23,7 @@ OPCODES = {
     "UTMAREDG": (0x3B6,),
     "UBLKCP": (0x3BA,),
     "UBLKRED": (0x3BB,),
+    "REDG": (0x9A6, 0x98E),
     "STSM": (0x844,),
     "LDSM": (0x83B,),
     "LDL": (0x983,),

@@ -26,7 +26,7 @@ from cute_fa.core.hardware import MAX_SMEM_BYTES_PER_BLOCK
 from cute_fa.host.compile import compile_plan
 from cute_fa.host.cubin import ptxas_version, read_kernels
 from cute_fa.tuning.budget import SMEM_ALIGNMENT
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning.plan import Plan
 
 NVDISASM = "nvidia-cuda-nvdisasm>=13.4,<14"
 
@@ -64,12 +64,12 @@ class Inspection:
 class Report:
     """inspection: None where the plan does not compile; the only fault is then what was raised."""
 
-    plan: ForwardPlan
+    plan: Plan
     inspection: Inspection | None
     faults: list[str]
 
 
-def inspect_plan(plan: ForwardPlan) -> Inspection:
+def inspect_plan(plan: Plan) -> Inspection:
     """Compiles the plan's kernel; raises what the compiler raises.
 
     What Python prints on stderr meanwhile is lost, in other threads too: there ptxas speaks.
@@ -104,7 +104,7 @@ def inspect_plan(plan: ForwardPlan) -> Inspection:
     )
 
 
-def faults(inspection: Inspection, plan: ForwardPlan) -> list[str]:
+def faults(inspection: Inspection, plan: Plan) -> list[str]:
     """What must not be, a line each; empty for a kernel that is what its plan says."""
     found = []
     local = {name: inspection.opcodes[name] for name in ("LDL", "STL") if name in inspection.opcodes}
@@ -114,15 +114,15 @@ def faults(inspection: Inspection, plan: ForwardPlan) -> list[str]:
     found += [f"ptxas {code}: {words}" for code, words in inspection.remarks.items()]
     if inspection.smem_bytes > MAX_SMEM_BYTES_PER_BLOCK:
         found.append(f"shared memory: {inspection.smem_bytes} bytes, a block has at most {MAX_SMEM_BYTES_PER_BLOCK}")
-    if abs(inspection.smem_bytes - plan.tile.smem_bytes) > SMEM_ALIGNMENT:
-        found.append(f"shared memory: {inspection.smem_bytes} bytes, the plan counts {plan.tile.smem_bytes}")
+    if abs(inspection.smem_bytes - plan.smem_bytes) > SMEM_ALIGNMENT:
+        found.append(f"shared memory: {inspection.smem_bytes} bytes, the plan counts {plan.smem_bytes}")
     missing = [name for name in plan.required_opcodes if name not in inspection.opcodes]
     if missing:
         found.append(f"missing instructions: {', '.join(missing)}")
     return found
 
 
-def report(plan: ForwardPlan) -> Report:
+def report(plan: Plan) -> Report:
     """The inspection with its faults; a plan that does not compile is a fault, not an error."""
     try:
         inspection = inspect_plan(plan)
@@ -133,7 +133,7 @@ def report(plan: ForwardPlan) -> Report:
     return Report(plan, inspection, faults(inspection, plan))
 
 
-def report_all(plans: Sequence[ForwardPlan]) -> Iterator[Report]:
+def report_all(plans: Sequence[Plan]) -> Iterator[Report]:
     """A report of each plan, in the order in which they are done, from a process for each core."""
     # The compiler takes one thread at a time, and a forked process would inherit locks that torch's threads hold.
     spawn = multiprocessing.get_context("spawn")

@@ -8,8 +8,8 @@ from cute_fa.core.errors import NotSupportedError, expected
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import cache
-from cute_fa.tuning.heuristics import backward_plan, forward_plan
-from cute_fa.tuning.plan import ForwardPlan, PostprocessPlan, PreprocessPlan
+from cute_fa.tuning.heuristics import backward_plans, forward_plan
+from cute_fa.tuning.plan import ForwardPlan
 
 MAX_TILES = 2**31 - 2**16  # their numbers have 32 bits, and every CTA asks for one behind the last
 
@@ -58,22 +58,23 @@ def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tupl
     return plan, num_sms, has_tma_strides
 
 
-def backward(
-    dout, dlse, q, k, v, out, lse, softmax_scale: float, mask: tuple, is_deterministic: bool, needs: tuple[bool, bool, bool]
-):
-    """dq, dk, dv of a dense call, each like its tensor and contiguous, None where `needs` has a False; not all may be.
+def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_deterministic: bool, needs: tuple):
+    """dq, dk, dv of a dense call, each like its tensor and contiguous.
 
-    dout: like out, any strides. dlse: fp32 (batch, heads_q, seqlen_q), any strides, or None. out, lse: of `forward`, with
-    the same q, k, v, scale and mask. Takes fp32 workspace of the size of q, padded, where dq is needed, and two numbers a row.
+    inputs: q, k, v. results: out, lse, what `forward` gave for them. gradients: dout, like out with any strides, and dlse,
+    like lse with any strides, or None. needs: three bools, at least one is True; where one is False the gradient is None.
+    Takes workspace: an fp32 accumulator of the size of q, padded to blocks, where dq is needed, and two fp32 numbers a row.
     """
+    q, k, v = inputs
     device_index = q.get_device()
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
-            return backward(dout, dlse, q, k, v, out, lse, softmax_scale, mask, is_deterministic, needs)
+            return backward(inputs, results, gradients, softmax_scale, mask, is_deterministic, needs)
     plan, before, after = _prepare_backward(q.dtype, mask, (q.shape, k.shape, v.shape), is_deterministic, needs)
-    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip((q, k, v), needs))
+    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip(inputs, needs))
     if plan is None:
         return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
+    (out, lse), (dout, dlse) = results, gradients
     q, k, v, out, dout = (
         x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, out, dout)
     )
@@ -88,7 +89,7 @@ def backward(
         counters = torch.zeros(1 + batch * heads * num_m_blocks, dtype=torch.int32, device=q.device)
     has_dlse = dlse is not None
     cache.load(before)(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
-    cache.load(plan)(q, k, v, dout, statistics, accumulator, dk, dv, counters, softmax_scale)
+    cache.load(plan)((q, k, v), dout, statistics, accumulator, (dk, dv), counters, softmax_scale)
     if plan.needs_dq:
         cache.load(after)(accumulator, dq, softmax_scale)
     return dq, dk, dv
@@ -100,8 +101,7 @@ def _prepare_backward(dtype, mask: tuple, shapes: tuple, is_deterministic: bool,
     q_shape, _, v_shape = shapes
     if 0 in q_shape or 0 in v_shape:
         return None, None, None
-    plan = backward_plan(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
-    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile)
+    return backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
 
 
 def is_tma_readable(x) -> bool:

@@ -255,8 +255,8 @@ def _backward_cpu(dout, dlse, q, k, v, out, lse, *flat):
 def _backward_cuda(dout, dlse, q, k, v, out, lse, *flat):
     (*needs, _), call = _split(flat)  # no kernel takes a sink
     _require_kernels(q, call)
-    scalars = call.softmax_scale, call.mask, call.deterministic
-    grads = launch.backward(dout.to(q.dtype), dlse, q, k, v, out, lse, *scalars, tuple(needs))
+    tensors = (q, k, v), (out, lse), (dout.to(q.dtype), dlse)
+    grads = launch.backward(*tensors, call.softmax_scale, call.mask, call.deterministic, tuple(needs))
     return _without_none(q, (*grads, None))
 
 

@@ -2,14 +2,44 @@
 
 from itertools import product
 
-from cute_fa.core.dtypes import KERNEL_DTYPES
-from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_forward_plan
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_backward_plan, build_forward_plan
+from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, Plan, PostprocessPlan, PreprocessPlan
+
+MASKS = False, True  # is_causal
+ALL_GRADIENTS = True, True, True
 
 
-def checked_plans() -> tuple[ForwardPlan, ...]:
-    """Every plan that heuristics give."""
-    masks = False, True
-    narrow = product(KERNEL_DTYPES, HEAD_DIM_TILES, HEAD_DIM_TILES, masks, (2,))
-    wide = product(KERNEL_DTYPES, (64,), (64,), masks, (3,))
-    return tuple(build_forward_plan(*choices) for choices in (*wide, *narrow))
+def checked_plans() -> tuple[Plan, ...]:
+    """Every plan that heuristics give for calls that need all gradients, and a sample of the others.
+
+    The sample is causal, in bf16, at a head_dim of each kind of tile: deterministic, and each proper subset of the
+    gradients. Such a plan needs no more registers or memory than the one it varies: a gradient that is not needed takes
+    words out of its schedule, and a fixed order of adds is a wait before each.
+    """
+    main = [build_backward_plan(*sizes, False, ALL_GRADIENTS) for sizes in _pairs_of_tiles()]
+    return *_forward_plans(), *main, *_backward_variants(), *_plans_around(main)
+
+
+def _pairs_of_tiles():
+    return product(KERNEL_DTYPES, HEAD_DIM_TILES, HEAD_DIM_TILES, MASKS)
+
+
+def _forward_plans() -> list[ForwardPlan]:
+    wide = product(KERNEL_DTYPES, (64,), (64,), MASKS, (3,))
+    narrow = ((*sizes, 2) for sizes in _pairs_of_tiles())
+    return [build_forward_plan(*choices) for choices in (*wide, *narrow)]
+
+
+def _backward_variants() -> list[BackwardPlan]:
+    subsets = [needs for needs in product((False, True), repeat=3) if 0 < sum(needs) < 3]
+    variants = [(True, ALL_GRADIENTS), *((False, needs) for needs in subsets)]
+    sizes = product((64, 128, 256), variants)
+    return [build_backward_plan(BFLOAT16.name, dim, dim, True, *variant) for dim, variant in sizes]
+
+
+def _plans_around(main: list[BackwardPlan]) -> list[PreprocessPlan | PostprocessPlan]:
+    """Of the kernels before and after these. Those after differ by less than their tiles: one name, one kernel."""
+    before = {PreprocessPlan(plan.dtype, plan.tile.head_dim_v): None for plan in main}
+    after = {plan.name: plan for plan in (PostprocessPlan(plan.dtype, plan.tile) for plan in main)}
+    return [*before, *after.values()]

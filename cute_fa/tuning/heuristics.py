@@ -4,7 +4,7 @@ from cute_fa.core.dtypes import BFLOAT16
 from cute_fa.core.problem import AttentionProblem
 from cute_fa.tuning import schedule
 from cute_fa.tuning.budget import BackwardTile, ForwardTile
-from cute_fa.tuning.plan import BackwardPlan, ForwardPlan
+from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan
 
 # Compiled sizes of head_dim and head_dim_v. TMA fills what is missing with zeros and cuts what is too much. The widest
 # TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so a tile never has a box that holds nothing.
@@ -64,6 +64,14 @@ def backward_plan(problem: AttentionProblem, needs: tuple[bool, bool, bool] = (T
     assert mask.is_full or mask.is_causal, f"no backward kernel has the mask {mask.name}"
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     return build_backward_plan(problem.dtype, *dims, mask.is_causal, "deterministic" in problem.features, needs)
+
+
+def backward_plans(
+    problem: AttentionProblem, needs: tuple[bool, bool, bool] = (True, True, True)
+) -> tuple[BackwardPlan, PreprocessPlan, PostprocessPlan]:
+    """The plans of a whole backward call: the main kernel, the one before and the one after it, which only dq needs."""
+    plan = backward_plan(problem, needs)
+    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile)
 
 
 def build_backward_plan(

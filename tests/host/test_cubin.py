@@ -26,6 +26,8 @@ LINES = (
     (4, "UBLKCP", f"{BULK}.global.shared::cta.bulk_group [a], [s], 32;"),
     (1, "UBLKCP", f"{BULK}.{LOADED} [s], [a], 32, [s];"),
     (6, "UBLKRED", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [a], [s], 32;"),
+    (4, "REDG", "red.relaxed.gpu.global.add.v4.f32 [a], {f0, f1, f2, f3};"),
+    (2, "REDG", "red.relaxed.gpu.global.add.s32 [a], 1;"),
     (1, "LDSM", f"ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{r0}}, [s]; {KEEP}"),
     (8, "STSM", "stmatrix.sync.aligned.m8n8.x1.shared.b16 [s], {r0};"),
     (9, "STL", "st.volatile.local.b32 [b + 4], r0;"),

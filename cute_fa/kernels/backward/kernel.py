@@ -82,14 +82,11 @@ class BackwardKernel:
         block = plan.tile.tile_m * plan.tile.head_dim
         k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
         return (
-            rows(batch, seqlen_q, heads_q, head_dim),
-            k,
-            v,
+            (rows(batch, seqlen_q, heads_q, head_dim), k, v),
             rows(batch, seqlen_q, heads_q, head_dim_v),
             workspace(Float32, 2, batch, heads_q, padded),
             workspace(Float32, batch, heads_q, num_m_blocks, block) if plan.needs_dq else None,
-            rows(*k.shape) if plan.needs_dk else None,
-            rows(*v.shape) if plan.needs_dv else None,
+            (rows(*k.shape) if plan.needs_dk else None, rows(*v.shape) if plan.needs_dv else None),
             make_fake_tensor(Int32, (size(),), stride=(1,), assumed_align=4) if plan.is_deterministic else None,
             Float32(1.0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -98,22 +95,21 @@ class BackwardKernel:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
+        inputs: tuple,
         dout: cute.Tensor,
         statistics: cute.Tensor,
         dq: cute.Tensor | None,
-        dk: cute.Tensor | None,
-        dv: cute.Tensor | None,
+        gradients: tuple,
         counters: cute.Tensor | None,
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
-        """q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: LSE and delta,
+        """inputs: q, k, v. gradients: dk, dv. What the plan does not need is None.
+
+        q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: LSE and delta,
         (2, batch, heads_q, seqlen_q padded to blocks). dq: (batch, heads_q, m_block, tile_m * head_dim), zeros. counters:
-        1 + batch * heads_q * m_blocks zeros."""
-        plan, tile = self.plan, self.plan.tile
+        1 + batch * heads_q * m_blocks zeros, only for deterministic plans."""
+        plan, tile, (q, k, v), (dk, dv) = self.plan, self.plan.tile, inputs, gradients
         sizes = BackwardSizes(
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -141,9 +137,8 @@ class BackwardKernel:
             ticket = counters.iterator
             shape = (dq.shape[2], dq.shape[1], dq.shape[0])
             semaphores = cute.make_tensor(counters.iterator + 1, cute.make_layout(shape))
-        lse_log2, delta = (
-            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0])) for x in (statistics[0, None, None, None], statistics[1, None, None, None])
-        )
+        by_row = (statistics[index, None, None, None] for index in range(2))
+        lse_log2, delta = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0])) for x in by_row)
         scores, dq_mma = bundles.scores_product(self.dtype, tile), bundles.dq_product(self.dtype, tile)
         mmas = BackwardMmas(
             scores=scores,

@@ -125,11 +125,14 @@ def _groups(w, half):
 
 def _probabilities(w, at, step):
     begin, end = _groups(w, step.half)
+    for group, i, column in _elements(begin, end):
+        w.acc_S[i] = w.acc_S[i] * w.scale_log2 - w.rLSE[column, group]
     if at.band is not None:
+        # Behind the scale, which may be negative or 0.
         first_query = at.m_block * w.plan.tile.tile_m + w.first_column
         mask.mask_scores_transposed(w.acc_S, *mask.query_begins(at.band, w.first_key, first_query), begin, end)
-    for group, i, column in _elements(begin, end):
-        w.acc_S[i] = cute.math.exp2(w.acc_S[i] * w.scale_log2 - w.rLSE[column, group], fastmath=True)
+    for _, i, _ in _elements(begin, end):
+        w.acc_S[i] = cute.math.exp2(w.acc_S[i], fastmath=True)
     register.pack(w.acc_S, w.rP, mma.DTYPES[w.plan.dtype], begin, end)
 
 

@@ -1,4 +1,4 @@
-"""dq, dk and dv on a Hopper GPU against plain torch: every head_dim, dtype, ratio of heads, edge of a tile, order of adds."""
+"""dq, dk, dv on a Hopper GPU against plain torch: head_dims, dtypes, ratios of heads, edges of tiles, order of adds."""
 
 import shutil
 import subprocess
@@ -153,7 +153,7 @@ def test_softmax_scale(scale, dtype, causal):
 @pytest.mark.parametrize("score", [-300.0, -100.0, -60.0, 60.0, 300.0], ids="{}-nats".format)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256], ids="d{}".format)
 def test_scores_far_from_those_of_padding(head_dim, score, dtype, causal):
-    """Keys and queries behind the last score 0, which exp2 makes infinite next to an lse of -300 unless it is masked."""
+    """Padding scores 0, which exp2 makes infinite next to an lse of -300 unless it is masked."""
     for seqlens in ((200, 333), (333, 200), (130, 130), (1, 65)):
         q, k, v = tensors(*seqlens, head_dim, dtype)
         q, k = q * 0.01, k * 0.01
@@ -302,7 +302,7 @@ def test_nothing_outside_is_read(head_dim, causal):
     mask, needs = (None, 0 if causal else None, 0), (True, True, True)
 
     def call(dout, q, k, v, dlse, out, lse, is_deterministic):
-        return launch.backward(dout, dlse, q, k, v, out, lse, head_dim**-0.5, mask, is_deterministic, needs)
+        return launch.backward((q, k, v), (out, lse), (dout, dlse), head_dim**-0.5, mask, is_deterministic, needs)
 
     wanted = call(dout, q, k, v, dlse, out, lse, True)
     assert are_equal(call(*guarded, *dense, True), wanted), "NaN outside does not matter"
@@ -328,7 +328,7 @@ def test_dout_written_late(is_side, writer):
     late, num_wrong = torch.empty_like(dout), torch.zeros((), dtype=torch.int64, device="cuda")
 
     def call(dout):
-        return launch.backward(dout, None, q, k, v, out, lse, 0.125, (None, 0, 0), True, (True, True, True))
+        return launch.backward((q, k, v), (out, lse), (dout, None), 0.125, (None, 0, 0), True, (True, True, True))
 
     wanted = call(dout)
     torch.cuda.synchronize()
