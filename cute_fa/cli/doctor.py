@@ -282,26 +282,42 @@ def check_cache() -> Finding:
 
 
 def check_smoke() -> Finding:
-    """One causal call on each backend that this machine has, against torch in fp64.
+    """One causal call and its gradients on each backend that this machine has, against torch in fp64.
 
-    Outputs are averages of normals, so fp32 errs below 1e-6 and bf16, whose eps is 2^-7, below 0.02.
+    Outputs are averages of normals, and gradients as large: fp32 errs below 1e-6 and bf16, whose eps is 2^-7, below 0.02.
     """
     import torch
 
     runs = [("reference backend, fp32 on the CPU", "cpu", torch.float32, 1e-5)]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == COMPUTE_CAPABILITY:
-        runs.append((f"forward kernel, bf16 on {torch.cuda.get_device_name()}", "cuda", torch.bfloat16, 3e-2))
+        runs.append((f"kernels, bf16 on {torch.cuda.get_device_name()}", "cuda", torch.bfloat16, 3e-2))
     status, found = OK, []
     for backend, device, dtype, allowed in runs:
         generator = torch.Generator().manual_seed(0)
         shape = (1, 33, 2, 16)  # (batch, seqlen, heads, head_dim)
-        q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-        out = cute_fa.flash_attn_func(q, k, v, causal=True)
-        by_head = (tensor.double().transpose(1, 2) for tensor in (q, k, v))
-        oracle = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)
-        error = (out - oracle).abs().max().item()
-        line = f"{backend}: largest error {error:.1e} against torch in fp64"
+        tensors = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+        ours = with_gradients(partial(cute_fa.flash_attn_func, causal=True), *tensors)
+        oracle = with_gradients(causal_attention, *(x.double() for x in tensors))
+        error = (ours - oracle).abs().max().item()
+        line = f"{backend}: largest error {error:.1e} of out, dq, dk and dv against torch in fp64"
         if not error <= allowed:
             status, line = FAULT, f"{line}, allowed is {allowed:.1e}"
         found.append(line)
     return Finding(status, "smoke result", "; ".join(found), "" if status == OK else REPORT)
+
+
+def with_gradients(attention: Callable, q, k, v, dout):
+    """out, dq, dk, dv, which have one shape, stacked."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return torch.stack([out, *torch.autograd.grad(out, leaves, dout)]).detach()
+
+
+def causal_attention(q, k, v):
+    """Torch's, for tensors (batch, seqlen, heads, head_dim)."""
+    import torch
+
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)

@@ -23,17 +23,21 @@ from cute_fa.core.hardware import H100_SXM
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.tuning.candidates import checked_plans
-from cute_fa.tuning.heuristics import HEAD_DIM_TILES, forward_plan
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning.heuristics import HEAD_DIM_TILES, backward_plans, forward_plan
+from cute_fa.tuning.plan import Plan
 
 MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 
-Direction = Enum("Direction", {"forward": "forward"}, type=str)
+DETERMINISTIC = "backward-deterministic"
+DIRECTIONS = ("forward", "backward", DETERMINISTIC, "preprocess", "postprocess")
+Direction = Enum("Direction", {name: name for name in DIRECTIONS}, type=str)
 Dtype = Enum("Dtype", {name: name for name in KERNEL_DTYPES}, type=str)
 
 
 def inspect(
-    direction: Annotated[Direction | None, typer.Option(help="forward.")] = None,
+    direction: Annotated[
+        Direction | None, typer.Option(help="forward, or a kernel of a backward call: forward.")
+    ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, max=MAX_HEAD_DIM, help="Of q and k: 128.")] = None,
     head_dim_v: Annotated[int | None, typer.Option(min=1, max=MAX_HEAD_DIM, help="Of v: that of q and k.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="The mask: --no-causal.")] = None,
@@ -48,26 +52,28 @@ def inspect(
 
     A fault is a spill, ptxas's remark that it did other than asked, too much shared memory, or a missing instruction.
     """
-    shape = dict(head_dim=head_dim, head_dim_v=head_dim_v, causal=causal, dtype=dtype and dtype.value, seqlen=seqlen)
+    words = dict(direction=direction and direction.value, dtype=dtype and dtype.value)
+    problem = dict(**words, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal, seqlen=seqlen)
     if every:
-        for name, value in dict(direction=direction, **shape, ptx=ptx, sass=sass).items():
+        for name, value in dict(**problem, ptx=ptx, sass=sass).items():
             if value is not None:
                 raise ValueError(expected(name, "no value beside all", value, "Leave it out: all plans are checked"))
         good = check_all(checked_plans(), as_json)
     else:
-        plan = plan_of(**{name: value for name, value in shape.items() if value is not None})
+        plan = plan_of(**{name: value for name, value in problem.items() if value is not None})
         good = show(plan, ptx, sass, as_json)
     if not good:
         raise typer.Exit(1)
 
 
 def plan_of(
+    direction: str = "forward",
     head_dim: int = 128,
     head_dim_v: int | None = None,
     causal: bool = False,
     dtype: str = BFLOAT16.name,
     seqlen: int = 4096,
-) -> ForwardPlan:
+) -> Plan:
     """The plan of a problem of the size of the benchmarks: 16384 tokens, and heads that make up a model 2048 wide."""
     problem = AttentionProblem(
         layout="dense",
@@ -80,11 +86,15 @@ def plan_of(
         head_dim=head_dim,
         head_dim_v=head_dim_v or head_dim,
         scores=ScoreSpec(scale=head_dim**-0.5, mask=MaskSpec(right=0 if causal else None)),
+        features=frozenset({"deterministic"} if direction == DETERMINISTIC else ()),
     )
-    return forward_plan(problem, H100_SXM.num_sms)
+    if direction == "forward":
+        return forward_plan(problem, H100_SXM.num_sms)
+    main, before, after = backward_plans(problem)
+    return {"preprocess": before, "postprocess": after}.get(direction, main)
 
 
-def show(plan: ForwardPlan, ptx: Path | None, sass: Path | None, as_json: bool) -> bool:
+def show(plan: Plan, ptx: Path | None, sass: Path | None, as_json: bool) -> bool:
     """Inspects one plan, writes the files, prints the facts; True if there is no fault."""
     from cute_fa.host.inspect import Report, disassemble, faults, find_nvdisasm, inspect_plan
 
@@ -103,7 +113,7 @@ def show(plan: ForwardPlan, ptx: Path | None, sass: Path | None, as_json: bool) 
     return not report.faults
 
 
-def check_all(plans: Sequence[ForwardPlan], as_json: bool) -> bool:
+def check_all(plans: Sequence[Plan], as_json: bool) -> bool:
     """Inspects the plans and prints a line each as it is done, and one a fault; True if there is none."""
     from cute_fa.host.inspect import report_all
 

@@ -29,18 +29,20 @@ class Comparison:
         return self.error / self.bound if self.bound and isfinite(self.error) else inf
 
 
-def compare(got, plain, oracle, softcap: bool = False) -> Comparison:
+def compare(got, plain, oracle, softcap: bool = False, cancelled: float = 0.0) -> Comparison:
     """Compares `got` with the float64 `oracle`; `plain` is plain torch's result at got's dtype.
 
     The bound is 2x (3x with a softcap) plain's error plus half a unit of rounding of the largest value, which is what
-    a correctly rounded result may be off. Infinities must agree in place and sign; a NaN is an infinite error.
+    a correctly rounded result may be off. Where the oracle is 0 everywhere, it is a unit of fp32's rounding of `cancelled`,
+    the size of what cancels. Infinities must agree in place and sign; a NaN is an infinite error.
     """
     error = _max_error(got, oracle)
     torch_error = _max_error(plain, oracle)
     multiple = MULTIPLE_WITH_SOFTCAP if softcap else MULTIPLE
     finite = oracle[torch.isfinite(oracle)]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    return Comparison(error, torch_error, multiple * torch_error + torch.finfo(got.dtype).eps / 2 * largest)
+    rounding = torch.finfo(got.dtype).eps / 2 * largest if largest else torch.finfo(torch.float32).eps * cancelled
+    return Comparison(error, torch_error, multiple * torch_error + rounding)
 
 
 def _max_error(got, oracle) -> float:

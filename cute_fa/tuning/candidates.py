@@ -14,8 +14,8 @@ def checked_plans() -> tuple[Plan, ...]:
     """Every plan that heuristics give for calls that need all gradients, and a sample of the others.
 
     The sample is causal, in bf16, at a head_dim of each kind of tile: deterministic, and each proper subset of the
-    gradients. Such a plan needs no more registers or memory than the one it varies: a gradient that is not needed takes
-    words out of its schedule, and a fixed order of adds is a wait before each.
+    gradients. A gradient that is not needed only takes words out of a schedule, a fixed order of adds is a wait before
+    each, so what a variant does to registers shows in one plan of a kind; all of them would take ten minutes.
     """
     main = [build_backward_plan(*sizes, False, ALL_GRADIENTS) for sizes in _pairs_of_tiles()]
     return *_forward_plans(), *main, *_backward_variants(), *_plans_around(main)

@@ -13,6 +13,7 @@ from cute_fa.cli import compile as file
 from cute_fa.cli import main
 from cute_fa.host import cache
 
+HEAD_DIMS = {64, 96, 128, 192, 256}
 HOST_TESTS = Path(__file__).parents[1] / "host"
 
 
@@ -30,7 +31,10 @@ def run(monkeypatch, capsys, *arguments: str):
 
 @pytest.fixture
 def problems(monkeypatch):
-    """The problems that were turned into plans; problems of one head_dim share their plan."""
+    """The problems that were turned into plans; problems of one head_dim share their forward plan.
+
+    Those of one head_dim_v share the kernel before a backward one, those of one head_dim the one after it.
+    """
     asked = []
 
     def forward_plan(problem, num_sms):
@@ -38,13 +42,40 @@ def problems(monkeypatch):
         asked.append(problem)
         return Plan(f"plan of {problem.head_dim}")
 
+    def backward_plans(problem):
+        asked.append(problem)
+        kind = "deterministic" if "deterministic" in problem.features else "main"
+        return Plan(f"{kind} {problem.head_dim}"), Plan(f"before {problem.head_dim_v}"), Plan(f"after {problem.head_dim}")
+
     monkeypatch.setattr(file, "forward_plan", forward_plan)
+    monkeypatch.setattr(file, "backward_plans", backward_plans)
     return asked
 
 
-def test_problems(problems):
-    plans = file.plans_of([(64, 32), (80, 80)], ["bfloat16", "float16"], [False, True], [100, 5000])
-    assert plans == [Plan("plan of 64"), Plan("plan of 80")], "each plan once"
+def names_of(directions, is_deterministic):
+    dims = [(64, 32), (80, 32)]
+    return [plan.name for plan in file.plans_of(directions, dims, ["bfloat16"], [True], is_deterministic, [4096])]
+
+
+def test_directions(problems):
+    forward = {"plan of 64", "plan of 80"}
+    backward = {"main 64", "main 80", "before 32", "after 64", "after 80"}
+    deterministic = {"deterministic 64", "deterministic 80"}
+    choices = {
+        (("forward",), (False,)): forward,
+        (("backward",), (False,)): backward,
+        (("forward", "backward"), (False,)): forward | backward,
+        (("backward",), (False, True)): backward | deterministic,
+        (("forward", "backward"), (False, True)): forward | backward | deterministic,
+    }
+    for choice, wanted in choices.items():
+        names = names_of(*choice)
+        assert set(names) == wanted and len(names) == len(wanted), f"{choice}: each plan once, got {names}"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_problems(direction, problems):
+    file.plans_of([direction], [(64, 32), (80, 80)], ["bfloat16", "float16"], [False, True], [False], [100, 5000])
     found = {(p.head_dim, p.dtype, p.scores.mask.name, p.seqlen_q) for p in problems}
     combinations = product((64, 80), ("bfloat16", "float16"), ("full", "causal"), (100, 5000))
     assert found == set(combinations), "every combination"
@@ -54,30 +85,35 @@ def test_problems(problems):
 
 
 def test_little_and_much_work(problems):
-    file.plans_of([(64, 64)], ["bfloat16"], [False], [4096])
+    file.plans_of(["forward"], [(64, 64)], ["bfloat16"], [False], [False], [4096])
     blocks = [problem.batch * problem.num_heads_q * problem.seqlen_q // 128 for problem in problems]
     assert min(blocks) < 132 < max(blocks), f"fewer blocks than SMs, and more, got {blocks}"
 
 
 @pytest.mark.parametrize(
-    "arguments, head_dims, dtypes, masks, seqlens",
+    "arguments, num_plans, head_dims, dtypes, masks, seqlens",
     [
-        pytest.param("", {64, 96, 128, 192, 256}, {"bfloat16", "float16"}, {"full", "causal"}, {4096}, id="default"),
-        pytest.param("--causal", {64, 96, 128, 192, 256}, {"bfloat16", "float16"}, {"causal"}, {4096}, id="causal"),
+        pytest.param("", 4 * 5, HEAD_DIMS, {"bfloat16", "float16"}, {"full", "causal"}, {4096}, id="default"),
+        pytest.param("--causal", 4 * 5, HEAD_DIMS, {"bfloat16", "float16"}, {"causal"}, {4096}, id="causal"),
         pytest.param(
-            "--head-dim 72 --head-dim 128 --dtype float16 --no-causal --seqlen 7 --seqlen 9",
-            *({72, 128}, {"float16"}, {"full"}, {7, 9}),
-            id="everything",
+            "--direction forward --head-dim 72 --head-dim 128 --dtype float16 --no-causal --seqlen 7 --seqlen 9",
+            *(2, {72, 128}, {"float16"}, {"full"}, {7, 9}),
+            id="forward",
+        ),
+        pytest.param(
+            "--direction backward --deterministic --head-dim 72 --head-dim-v 64 --dtype float16 --causal --seqlen 7",
+            *(4, {72}, {"float16"}, {"causal"}, {7}),
+            id="deterministic",
         ),
     ],
 )
-def test_options(arguments, head_dims, dtypes, masks, seqlens, problems, monkeypatch, tmp_path):
+def test_options(arguments, num_plans, head_dims, dtypes, masks, seqlens, problems, monkeypatch, tmp_path):
     def stop(plans, folder, jobs):
         raise RuntimeError(f"{len(plans)} plans, {jobs} jobs, {folder}")
 
     monkeypatch.setattr(file, "compile_all", stop)
     monkeypatch.setattr(sys, "argv", ["cute-fa", "compile", *arguments.split(), "--jobs", "3", "--out", str(tmp_path)])
-    with pytest.raises(RuntimeError, match=f"{len(head_dims)} plans, 3 jobs, {tmp_path}"):
+    with pytest.raises(RuntimeError, match=f"^{num_plans} plans, 3 jobs, {tmp_path}"):
         main()
     found = [{problem.head_dim for problem in problems}, {problem.dtype for problem in problems}]
     found += [{problem.scores.mask.name for problem in problems}, {problem.seqlen_q for problem in problems}]
@@ -97,7 +133,7 @@ def test_fills_a_folder(monkeypatch, capsys, tmp_path):
     log, folder = tmp_path / "log", tmp_path / "made" / "by the command"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{cache.PACKAGE.parent}")
     monkeypatch.setenv(tiny_kernel.LOG, str(log))
-    chosen = "--head-dim 96 --head-dim 128 --dtype bfloat16 --causal --jobs 2 --out".split()
+    chosen = "--direction forward --head-dim 96 --head-dim 128 --dtype bfloat16 --causal --jobs 2 --out".split()
     code, out, err = run(monkeypatch, capsys, *chosen, str(folder))
     assert code == 0, err
     seconds = re.findall(r"^(forward-d(?:96|128)-bf16-causal-\S+) +\d+\.\d s$", out, re.MULTILINE)
@@ -109,6 +145,12 @@ def test_fills_a_folder(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, tiny_kernel.REGISTRY, tiny_kernel)
     assert tiny_kernel.size_of(cache.load(tiny_kernel.plan_of(96, is_causal=True))) == 96, "this process loads it"
     assert len(log.read_text().splitlines()) == 2, "without the compiler"
+
+
+def test_deterministic_is_of_backward(problems, monkeypatch, capsys, tmp_path):
+    code, _, err = run(monkeypatch, capsys, "--deterministic", "--direction", "forward", "--out", str(tmp_path))
+    assert code == 2 and err.startswith("cute-fa: deterministic: expected direction backward beside it, got forward."), err
+    assert not problems, "refused before anything is compiled"
 
 
 def test_default_folder_is_that_of_this_machine(problems, monkeypatch, capsys, tmp_path):
@@ -126,7 +168,7 @@ def test_folder_that_cannot_be_written(problems, monkeypatch, capsys, tmp_path):
     assert err.startswith(f"cute-fa: out: expected a folder that can be written, got {tmp_path}/file/below"), err
 
 
-@pytest.mark.parametrize("option", ["--head-dim 257", "--head-dim 0", "--dtype float32", "--seqlen 0", "--jobs 0"])
+@pytest.mark.parametrize("option", ["--direction up", "--head-dim 257", "--head-dim 0", "--dtype float32", "--seqlen 0", "--jobs 0"])
 def test_refused_options(option, problems, monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, *option.split(), "--out", str(tmp_path))
     assert code == 2 and option.split()[0] in err and not problems, f"names the option, got {err}"

@@ -389,8 +389,18 @@ def test_smoke_mismatch(monkeypatch):
     assert finding.status == FAULT and "largest error 1.0e-02" in finding.found and finding.fix, f"got {finding}"
 
 
+def test_smoke_mismatch_of_gradients(monkeypatch):
+    finding = smoke_with(monkeypatch, lambda out: out + 0.01 * (out - out.detach()))
+    assert finding.status == FAULT and "of out, dq, dk and dv" in finding.found, f"1.01 times each gradient, got {finding}"
+
+
 def test_smoke_nan(monkeypatch):
     assert smoke_with(monkeypatch, lambda out: out * float("nan")).status == FAULT, "NaN is no match"
+
+
+def test_smoke_nan_of_gradients(monkeypatch):
+    finding = smoke_with(monkeypatch, lambda out: out + (out - out.detach()).sqrt())
+    assert finding.status == FAULT, f"gradients at which the square root has none, got {finding}"
 
 
 def test_smoke_with_the_package():

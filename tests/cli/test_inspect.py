@@ -10,8 +10,10 @@ import pytest
 from cute_fa.cli import inspect as inspect_file
 from cute_fa.cli import main
 from cute_fa.cli.inspect import plan_of
+from cute_fa.core.mask_spec import MaskSpec
+from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import inspect as host
-from cute_fa.tuning.heuristics import build_forward_plan
+from cute_fa.tuning.heuristics import backward_plans, build_forward_plan
 
 SMALL = build_forward_plan("bfloat16", 64, 64, False, 2)
 
@@ -46,7 +48,7 @@ def compiled(monkeypatch, small):
 
         def inspect_plan(self, plan):
             self.append(plan)
-            return replace(small, plan=plan.name, smem_bytes=plan.tile.smem_bytes, **self.facts)
+            return replace(small, plan=plan.name, smem_bytes=plan.smem_bytes, **self.facts)
 
     made = Compiled()
     made()
@@ -92,12 +94,43 @@ def test_a_fault_ends_with_1(command, compiled, small):
         pytest.param(("--head-dim", "192", "--head-dim-v", "128"), "forward-d192-128-bf16-full", id="unequal"),
         pytest.param(("--head-dim", "40"), "forward-d64-bf16-full", id="padded"),
         pytest.param(("--seqlen", "128", "--no-causal"), "forward-d128-bf16-full", id="short"),
+        pytest.param(("--direction", "backward", "--causal"), "backward-d128-bf16-causal", id="backward"),
     ],
 )
 def test_options_choose_the_plan(arguments, name, command, compiled):
     command(*arguments)
     (plan,) = compiled
-    assert plan.name.startswith(f"{name}-m"), f"got {plan.name}"
+    assert plan.name.startswith(f"{name}-m") and "deterministic" not in plan.name, f"got {plan.name}"
+
+
+@pytest.mark.parametrize(
+    "direction, name",
+    [
+        ("backward", r"backward-d192-128-fp16-full-m\d+n\d+"),
+        ("backward-deterministic", r"backward-d192-128-fp16-full-m\d+n\d+-deterministic"),
+        ("preprocess", "preprocess-d128-fp16"),
+        ("postprocess", r"postprocess-d192-fp16-m\d+(-shared)?"),
+    ],
+    ids=["main", "deterministic", "before", "after"],
+)
+def test_direction_chooses_the_kernel(direction, name, command, compiled):
+    """The one before the main kernel reads out and dout, as wide as v; the one after it writes dq, as wide as q."""
+    command("--direction", direction, "--head-dim", "192", "--head-dim-v", "128", "--dtype", "float16")
+    (plan,) = compiled
+    assert re.fullmatch(name, plan.name), f"got {plan.name}"
+
+
+def test_kernels_without_products(command, monkeypatch):
+    code, out, err = command("--direction", "preprocess", "--json")
+    found = json.loads(out)
+    assert (code, err, found["faults"]) == (0, "", []), "no fault"
+    assert found["opcodes"]["HGMMA"] == found["smem_bytes"] == 0, "it adds rows up in registers"
+    _, before, after = backward_plans(AttentionProblem("dense", "float16", 1, 1, 1, 1, 1, 64, 64, ScoreSpec(1.0, MaskSpec())))
+    monkeypatch.setattr(inspect_file, "checked_plans", lambda: (before, after))
+    code, out, _ = command("--all")
+    assert code == 0 and re.fullmatch(r"2 plans in \d+ s, 0 with faults", out.splitlines()[-1]), out
+    for plan in (before, after):
+        assert re.search(rf"^ok    {plan.name}: .* 0 HGMMA", out, re.MULTILINE), out
 
 
 def test_sizes_of_the_problem(monkeypatch):
@@ -136,10 +169,11 @@ def test_all_without_a_fault(command, monkeypatch, small):
     "arguments, message",
     [
         pytest.param(("--all", "--head-dim", "64"), "head_dim: expected no value beside all, got 64.", id="all-shape"),
+        pytest.param(("--all", "--direction", "backward"), "direction: expected no value beside all", id="all-direction"),
         pytest.param(("--all", "--ptx", "f"), "ptx: expected no value beside all, got f.", id="all-file"),
         pytest.param(("--ptx", "/"), "ptx: expected a file that can be written, got /. Is a directory", id="no-file"),
         pytest.param(("--head-dim", "257"), "Invalid value for '--head-dim'", id="too-wide"),
-        pytest.param(("--direction", "backward"), "Invalid value for '--direction'", id="no-such-direction"),
+        pytest.param(("--direction", "sideways"), "Invalid value for '--direction'", id="no-such-direction"),
     ],
 )
 def test_wrong_arguments(arguments, message, command, compiled):

@@ -107,6 +107,24 @@ def test_intervals_of_ints_match_the_definition(name, tile):
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_intervals_of_one_row_and_one_key_match_the_definition(name):
+    """Of rows and keys inside the sequences; ends may lie outside."""
+    for seqlen_q, seqlen_k in ((1, 1), (9, 9), (5, 14), (14, 5), (1, 12), (12, 1)):
+        band = Band(4, 4, seqlen_q, seqlen_k, *MASKS[name])
+        case = f"seqlens {seqlen_q}, {seqlen_k}"
+        for row in range(seqlen_q):
+            begin, end = band.keys_of(row)
+            wanted = [key for key in range(seqlen_k) if sees(MASKS[name], row, key, seqlen_q, seqlen_k)]
+            assert [key for key in range(seqlen_k) if begin <= key < end] == wanted, f"keys of row {row}, {case}"
+            assert begin >= 0 and 0 <= end <= seqlen_k, f"keys of row {row} from the side they are cut at, {case}"
+        for key in range(seqlen_k):
+            begin, end = band.rows_of(key)
+            wanted = [row for row in range(seqlen_q) if sees(MASKS[name], row, key, seqlen_q, seqlen_k)]
+            assert [row for row in range(seqlen_q) if begin <= row < end] == wanted, f"rows of key {key}, {case}"
+            assert begin >= 0 and 0 <= end <= seqlen_q, f"rows of key {key} from the side they are cut at, {case}"
+
+
 @pytest.mark.parametrize("seqlens", [(0, 5), (5, 0), (0, 0)], ids=["no-queries", "no-keys", "nothing"])
 @pytest.mark.parametrize("name", ["full", "causal", "window-narrow", "chunk-window"])
 def test_empty_sequences_visit_nothing(name, seqlens):

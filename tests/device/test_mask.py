@@ -1,10 +1,15 @@
-"""The mask of an accumulator against the definition: key by key for ints, and a whole matrix on a GPU."""
+"""The mask of an accumulator against the definition: pair by pair for its bounds, and a whole matrix on a GPU."""
+
+import os
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # the DSL reads it once, on import
 
 import cuda.bindings.driver as cuda
 import cutlass
 import pytest
 import torch
 from cutlass import BFloat16, Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
 
 from cute_fa.device import mask, mma
 from cute_fa.device.band import Band
@@ -17,12 +22,19 @@ def is_visible(query: int, key: int, seqlen_q: int, seqlen_k: int, right) -> boo
     return 0 <= key < seqlen_k and (right is None or key <= query + seqlen_k - seqlen_q + right)
 
 
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    "seqlen_q, seqlen_k",
-    [(64, 64), (64, 63), (63, 65), (1, 129), (100, 7), (20, 200)],
-    ids=["square", "tail", "more-keys", "one-query", "fewer-keys", "many-keys"],
-)
+by_right = pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+LENGTHS = {
+    "square": (64, 64),
+    "tail": (64, 63),
+    "more-keys": (63, 65),
+    "one-query": (1, 129),
+    "fewer-keys": (100, 7),
+    "many-keys": (20, 200),
+}
+
+
+@by_right
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS.values(), ids=LENGTHS)
 def test_key_ends_by_the_definition(seqlen_q, seqlen_k, right):
     """Column c of a thread's first key on is kept if and only if c is below its row's end."""
     band = Band(TILE_M, 32, seqlen_q, seqlen_k, right=right)
@@ -33,6 +45,37 @@ def test_key_ends_by_the_definition(seqlen_q, seqlen_k, right):
                 kept = [end > column for column in range(32)]
                 seen = [is_visible(row + 8 * r, first_key + c, seqlen_q, seqlen_k, right) for c in range(32)]
                 assert kept == seen, f"row {row} + {8 * r}, from key {first_key}"
+
+
+@cute.jit
+def write_begins(out: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, first_query: Int32, right: cutlass.Constexpr):
+    """out: (key, 2)."""
+    band = Band(32, TILE_M, seqlen_q, seqlen_k, right=right)
+    for key in cutlass.range(out.shape[0]):
+        out[key, 0], out[key, 1] = mask.query_begins(band, key, first_query)
+
+
+@by_right
+def test_query_begins_by_the_definition(right):
+    """Column c of a thread's first query on is kept if and only if c is not below its row's begin, in the sequence.
+
+    Keys behind the end are not kept for any query; queries behind the end are nobody's concern, their P is 0.
+    """
+    begins = torch.empty(2 * TILE_M, 2, dtype=torch.int32)
+    tensor = from_dlpack(begins)
+    write = cute.compile(write_begins, tensor, *map(Int32, (1, 1, 1)), right)
+    for seqlen_q, seqlen_k in LENGTHS.values():
+        for first_query in range(0, seqlen_q, 7):
+            begins.fill_(-1)
+            write(tensor, *map(Int32, (seqlen_q, seqlen_k, first_query)))
+            columns = range(min(32, seqlen_q - first_query))
+            for key, both in enumerate(begins.tolist()):
+                for r, begin in enumerate(both):
+                    kept = [begin <= column for column in columns]
+                    seen = [is_visible(first_query + c, key + 8 * r, seqlen_q, seqlen_k, right) for c in columns]
+                    case = f"seqlens {seqlen_q}, {seqlen_k}, key {key} + {8 * r}, from query {first_query}"
+                    assert kept == seen, case
+                    assert key + 8 * r < seqlen_k or begin >= 32, f"columns past the queries too; {case}"
 
 
 @cute.kernel
@@ -104,3 +147,92 @@ def test_mask_scores(masked):
             function(x.cuda(), out, seqlen_q, seqlen_k)
             wanted = x.masked_fill(~visible, -torch.inf)
             assert torch.equal(out.cpu(), wanted), f"seqlens {seqlen_q} and {seqlen_k}"
+
+
+@cute.kernel
+def transposed_kernel(
+    product: cute.TiledMma,
+    x: cute.Tensor,
+    out: cute.Tensor,
+    seqlens: tuple[Int32, Int32],
+    tile: cutlass.Constexpr,
+    right: cutlass.Constexpr,
+    groups: cutlass.Constexpr,
+):
+    """x, out: (keys, queries). tile: (queries, keys). groups: begin and end of those that are masked."""
+    thread, (n_block, m_block, _) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+    lane, warp = thread % 32, thread // 32
+    tile_m, tile_n = tile
+    product_slice = product.get_slice(thread)
+    tSgX, tSgOut = (
+        product_slice.partition_C(cute.local_tile(tensor, (tile_n, tile_m), (n_block, m_block))) for tensor in (x, out)
+    )
+    acc_St = product_slice.make_fragment_C(product_slice.partition_shape_C((tile_n, tile_m)))
+    for i in cutlass.range_constexpr(cute.size(acc_St)):
+        acc_St[i] = tSgX[i]
+    band = Band(tile_m, tile_n, *seqlens, right=right)
+    key = n_block * tile_n + warp * 16 + lane // 4
+    mask.mask_scores_transposed(acc_St, *mask.query_begins(band, key, m_block * tile_m + 2 * (lane % 4)), *groups)
+    for i in cutlass.range_constexpr(cute.size(acc_St)):
+        tSgOut[i] = acc_St[i]
+
+
+@cute.jit
+def launch_transposed(
+    x: cute.Tensor,
+    out: cute.Tensor,
+    seqlen_q: Int32,
+    seqlen_k: Int32,
+    tile_m: cutlass.Constexpr,
+    right: cutlass.Constexpr,
+    groups: cutlass.Constexpr,
+    stream: cuda.CUstream,
+):
+    """Two warpgroups share the keys of a tile."""
+    tile = tile_m, 2 * TILE_M
+    product = mma.product(BFloat16, (2, 1), tile_m)
+    transposed_kernel(product, x, out, (seqlen_q, seqlen_k), tile, right, groups).launch(
+        grid=(M_BLOCKS, N_BLOCKS, 1), block=(256, 1, 1), stream=stream
+    )
+
+
+# queries of a tile, right, begin and end of the groups of 8 queries that are masked
+TRANSPOSED = {
+    "full-m64": (64, None, (0, 8)),
+    "causal-m128": (128, 0, (0, 16)),
+    "causal-m64-first-half": (64, 0, (0, 4)),
+    "causal-m80-second-half": (80, 0, (6, 10)),
+}
+
+
+@pytest.fixture(scope="module", params=TRANSPOSED.values(), ids=TRANSPOSED)
+def masked_transposed(build, request):
+    """(function, tile_m, right, groups): whole matrices of M_BLOCKS tiles of keys by N_BLOCKS tiles of queries."""
+    tile_m, right, groups = request.param
+    shape = (M_BLOCKS * 2 * TILE_M, N_BLOCKS * tile_m)
+    function = build(launch_transposed, *[(Float32, shape)] * 2, Int32(1), Int32(1), tile_m, right, groups)
+    return function, tile_m, right, groups
+
+
+def test_mask_scores_transposed_compiles(masked_transposed):
+    assert callable(masked_transposed[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_mask_scores_transposed(masked_transposed):
+    """In every thread of the accumulator; NaN does not survive, and columns of other groups stay as they are."""
+    function, tile_m, right, (first_group, end_group) = masked_transposed
+    keys, queries = M_BLOCKS * 2 * TILE_M, N_BLOCKS * tile_m
+    j, i = torch.arange(keys)[:, None], torch.arange(queries)
+    is_looked_at = (i % tile_m >= 8 * first_group) & (i % tile_m < 8 * end_group)
+    for seqlen_q in (1, tile_m - 1, tile_m, tile_m + 1, queries):
+        for seqlen_k in (1, 8, 2 * TILE_M - 1, 2 * TILE_M, 2 * TILE_M + 1, keys):
+            visible = (j < seqlen_k) & (i < queries)
+            if right is not None:
+                visible = visible & (j <= i + seqlen_k - seqlen_q + right)
+            lost = ~visible & is_looked_at
+            x = torch.randn(keys, queries, generator=torch.Generator().manual_seed(0)).masked_fill(lost, torch.nan)
+            out = torch.zeros(keys, queries, device="cuda")
+            function(x.cuda(), out, seqlen_q, seqlen_k)
+            assert torch.equal(out.cpu(), x.masked_fill(lost, -torch.inf)), f"seqlens {seqlen_q} and {seqlen_k}"

@@ -18,6 +18,7 @@ from cute_fa.host.cubin import OPCODES
 from cute_fa.host.inspect import Inspection, faults, inspect_plan, read_remarks, report
 from cute_fa.tuning.budget import ForwardTile
 from cute_fa.tuning.heuristics import build_forward_plan
+from cute_fa.tuning.plan import PreprocessPlan
 
 # 32 KiB each: Q, two stages of K and of V, O; 1 KiB of barriers.
 TILE, TILE_BYTES = ForwardTile(128, 128, 128, 128, 2), 6 * 32768 + 1024
@@ -147,6 +148,11 @@ def test_shared_memory_agrees_with_the_plan(excess, is_fault):
     found = faults(healthy(smem_bytes=TILE_BYTES + excess), PLAN)
     fault = f"shared memory: {TILE_BYTES + excess} bytes, the plan counts {TILE_BYTES}"
     assert found == [fault] * is_fault, "1 KiB apart at most"
+
+
+def test_shared_memory_of_a_kernel_that_takes_none():
+    (found,) = faults(healthy(smem_bytes=4096), PreprocessPlan("bfloat16", 64))
+    assert found == "shared memory: 4096 bytes, the plan counts 0", "plans of other kernels than the main ones too"
 
 
 def test_shared_memory_over_the_limit():

@@ -1,4 +1,4 @@
-"""The launch of a call, up to the kernel: what TMA reads as it lies, what is copied, which plan and counter it gets."""
+"""The launch of a call, up to its kernels: what TMA reads as it lies, what is copied, which plans and workspace it has."""
 
 import pytest
 import torch
@@ -161,7 +161,8 @@ def test_no_key_gives_zero_and_minus_infinity(launched):
     assert (lse == -torch.inf).all(), "the logarithm of an empty sum"
 
 
-def test_the_device_of_the_tensors_is_made_current(launched, monkeypatch):
+def watch_devices(monkeypatch):
+    """(stack of current devices, which begins with 1; a copy of it for each kernel that was launched)."""
     current, seen = [1], []
 
     class Device:
@@ -177,6 +178,11 @@ def test_the_device_of_the_tensors_is_made_current(launched, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(launch.cache, "load", lambda plan: lambda *arguments: seen.append(list(current)))
+    return current, seen
+
+
+def test_the_device_of_the_tensors_is_made_current(launched, monkeypatch):
+    current, seen = watch_devices(monkeypatch)
     call()
     assert seen == [[1, -1]] and current == [1], "during the launch alone, and the launch happens once"
 
@@ -203,3 +209,172 @@ def test_more_tiles_than_32_bits_number(launched):
         launch._prepare(-1, torch.bfloat16, CAUSAL, shapes, ((1024, 1024, 8, 1),) * 3)
     few = ((2**23, 1, 128, 8),) * 3
     assert launch._prepare(-1, torch.bfloat16, CAUSAL, few, ((1024, 1024, 8, 1),) * 3)[0], "a plan for half of them"
+
+
+ALL = (True, True, True)
+SUBSETS = {name: tuple(x in name for x in ("dq", "dk", "dv")) for name in ("dq", "dk", "dv", "dk-dv")}
+
+
+@pytest.fixture
+def launched_backward(launched):
+    launch._prepare_backward.cache_clear()
+    yield launched
+    launch._prepare_backward.cache_clear()
+
+
+def backward_tensors(seqlen_q=130, seqlen_k=7, head_dim=64, dtype=torch.bfloat16, **given):
+    """Inputs, results and gradients of a call, by name: 4 query heads, 2 key heads, head_dim_v 40."""
+    shapes = {"q": (2, seqlen_q, 4, head_dim), "k": (2, seqlen_k, 2, head_dim), "v": (2, seqlen_k, 2, 40)}
+    shapes |= {"dout": (2, seqlen_q, 4, 40), "out": (2, seqlen_q, 4, 40)}
+    generator = torch.Generator().manual_seed(0)
+    x = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return x | {"lse": torch.randn(2, 4, seqlen_q, generator=generator), "dlse": None} | given
+
+
+def call_backward(tensors, mask=CAUSAL, is_deterministic=False, needs=ALL):
+    groups = ("q", "k", "v"), ("out", "lse"), ("dout", "dlse")
+    groups = [tuple(tensors[name] for name in names) for names in groups]
+    return launch.backward(*groups, 0.3, mask, is_deterministic, needs)
+
+
+def facts(x):
+    return tuple(x.shape), x.dtype, x.is_contiguous()
+
+
+def test_arguments_of_three_kernels(launched_backward):
+    """130 queries are two blocks of 128."""
+    x = backward_tensors()
+    gradients = call_backward(x)
+    (before, *first), (plan, *second), (after, *third) = launched_backward
+    assert (before.dtype, before.head_dim_v) == ("bfloat16", 64), "of out and dout"
+    assert (plan.dtype, plan.is_causal, plan.is_deterministic) == ("bfloat16", True, False), "the plan of this call"
+    assert (plan.tile.head_dim, plan.tile.head_dim_v, plan.tile.tile_m) == (64, 64, 128), "tiles of this call"
+    assert (after.dtype, after.tile) == ("bfloat16", plan.tile), "dq of the main kernel"
+    out, dout, lse, dlse, has_dlse, statistics = first
+    assert out is x["out"] and dout is x["dout"] and lse is x["lse"] and dlse is lse, "the tensors; any for no dlse"
+    assert has_dlse == 0 and isinstance(has_dlse, int), "it is not read"
+    assert facts(statistics) == ((2, 2, 4, 256), torch.float32, True), "LSE and delta of whole blocks of queries"
+    (q, k, v), dout, same_statistics, accumulator, (dk, dv), counters, scale = second
+    assert q is x["q"] and k is x["k"] and v is x["v"] and dout is x["dout"], "the tensors themselves"
+    assert same_statistics is statistics, "what the first kernel writes"
+    assert facts(accumulator) == ((2, 4, 2, 128 * 64), torch.float32, True), "(batch, heads, blocks, block)"
+    assert not accumulator.any(), "CTAs add to it"
+    assert counters is None and scale == 0.3, "no order of sums; scale of the call"
+    same_accumulator, dq, scale = third
+    assert same_accumulator is accumulator and scale == 0.3, "what the second kernel adds to"
+    for found, written, name in zip(gradients, (dq, dk, dv), "qkv"):
+        assert found is written, f"d{name} is what a kernel writes"
+        assert facts(found) == (tuple(x[name].shape), torch.bfloat16, True), f"d{name} is like {name}"
+
+
+@pytest.mark.parametrize(
+    "head_dim, seqlen_q, block, num_blocks",
+    [(64, 128, 128, 1), (64, 129, 128, 2), (128, 129, 64, 3), (256, 1, 64, 1), (72, 64, 64, 1)],
+    ids=["d64-s128", "d64-s129", "d128-s129", "d256-s1", "d72-s64"],
+)
+def test_workspace_has_whole_blocks(launched_backward, head_dim, seqlen_q, block, num_blocks):
+    call_backward(backward_tensors(seqlen_q, head_dim=head_dim), is_deterministic=True)
+    _, (_, _, _, statistics, accumulator, _, counters, _), _ = launched_backward
+    compiled = {64: 64, 72: 96, 128: 128, 256: 256}[head_dim]
+    assert statistics.shape == (2, 2, 4, num_blocks * block), "padded rows"
+    assert accumulator.shape == (2, 4, num_blocks, block * compiled), "padded rows and columns"
+    assert counters.shape == (1 + 2 * 4 * num_blocks,), "a ticket, and how many have added to each block"
+    assert counters.dtype == torch.int32 and not counters.any(), "counts from zero"
+
+
+def test_two_calls_share_no_workspace(launched_backward):
+    x = backward_tensors()
+    call_backward(x, is_deterministic=True), call_backward(x, is_deterministic=True)
+    (_, one, _), (_, other, _) = launched_backward[:3], launched_backward[3:]
+    assert one[0] == other[0], "one plan"
+    for i, name in ((3, "statistics"), (4, "accumulator"), (6, "counters")):
+        assert one[i].data_ptr() != other[i].data_ptr(), f"{name}: nothing is cleared behind a launch"
+
+
+@pytest.mark.parametrize("needs", SUBSETS.values(), ids=SUBSETS)
+def test_gradients_that_nobody_needs(launched_backward, needs):
+    x = backward_tensors()
+    gradients = call_backward(x, is_deterministic=True, needs=needs)
+    assert tuple(gradient is not None for gradient in gradients) == needs, "None where there is none"
+    _, (plan, *_, accumulator, (dk, dv), counters, _), *after = launched_backward
+    assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs, "the plan of this call"
+    assert (dk is not None, dv is not None) == needs[1:], "what the main kernel writes"
+    assert (accumulator is not None, counters is not None, len(after)) == (needs[0], needs[0], needs[0]), "all for dq"
+
+
+UNREADABLE_DOUT = {
+    "expanded-columns": torch.randn(2, 130, 4, 1).bfloat16().expand(-1, -1, -1, 40),
+    "one-number": torch.ones((), dtype=torch.bfloat16).expand(2, 130, 4, 40),
+    "one-column-on": torch.randn(2, 130, 4, 48).bfloat16()[..., 1:41],
+    "columns-outside": torch.randn(40, 2, 130, 4).bfloat16().permute(1, 2, 3, 0),
+}
+
+
+@pytest.mark.parametrize("dout", UNREADABLE_DOUT.values(), ids=UNREADABLE_DOUT)
+def test_dout_that_tma_does_not_read_is_copied(launched_backward, dout):
+    """The gradient of a sum is one number, expanded; both kernels that read dout get one copy."""
+    call_backward(backward_tensors(dout=dout))
+    (_, _, first, *_), (_, _, second, *_), _ = launched_backward
+    assert launch.is_tma_readable(first) and first.is_contiguous() and torch.equal(first, dout), "the same numbers"
+    assert second is first, "copied once"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_other_tensors_that_tma_does_not_read_are_copied(launched_backward, name):
+    whole = backward_tensors()[name]
+    odd = torch.nn.functional.pad(whole, (1, 7))[..., 1 : whole.shape[3] + 1]
+    gradients = call_backward(backward_tensors(**{name: odd}))
+    (_, out, *_), (_, (q, k, v), *_), _ = launched_backward
+    copy = {"q": q, "k": k, "v": v, "out": out}[name]
+    assert not launch.is_tma_readable(odd) and launch.is_tma_readable(copy), "as TMA reads it"
+    assert torch.equal(copy, whole), "the same numbers"
+    for gradient in gradients:
+        assert launch.is_tma_readable(gradient) and gradient.is_contiguous(), "written, not given"
+
+
+def test_readable_tensors_stay_where_they_lie(launched_backward):
+    qkv = torch.randn(2, 130, 3, 4, 64).bfloat16()
+    dout = torch.randn(2, 4, 130, 40).bfloat16().transpose(1, 2)
+    call_backward(backward_tensors(dout=dout, q=qkv[:, :, 0]))
+    (_, _, first, *_), (_, (q, _, _), second, *_), (_, _, dq, _) = launched_backward
+    assert q.data_ptr() == qkv.data_ptr() and q.stride() == qkv[:, :, 0].stride(), "packed"
+    assert first is dout and second is dout, "heads before rows"
+    assert facts(dq) == ((2, 130, 4, 64), torch.bfloat16, True), "not packed"
+
+
+@pytest.mark.parametrize("is_strided", [False, True], ids=["contiguous", "strided"])
+def test_gradient_of_lse_goes_to_the_first_kernel(launched_backward, is_strided):
+    dlse = torch.randn(2, 130, 4).transpose(1, 2) if is_strided else torch.randn(2, 4, 130)
+    call_backward(backward_tensors(dlse=dlse))
+    (_, _, _, _, given, has_dlse, _), *_ = launched_backward
+    assert given is dlse and has_dlse == 1, "of any strides"
+
+
+EMPTY = {
+    "no-keys": {"seqlen_k": 0},
+    "no-queries": {"seqlen_q": 0},
+    "no-columns": {"v": aligned(2, 7, 2, 0), "out": aligned(2, 130, 4, 0), "dout": aligned(2, 130, 4, 0)},
+    "no-sequences": {
+        **{name: aligned(0, 130, 4, dim) for name, dim in (("q", 64), ("out", 40), ("dout", 40))},
+        **{name: aligned(0, 7, 2, dim) for name, dim in (("k", 64), ("v", 40))},
+    },
+}
+
+
+@pytest.mark.parametrize("needs", [ALL, *SUBSETS.values()], ids=["all", *SUBSETS])
+@pytest.mark.parametrize("given", EMPTY.values(), ids=EMPTY)
+def test_nothing_to_compute_gives_zeros(launched_backward, given, needs):
+    x = backward_tensors(**given)
+    gradients = call_backward(x, needs=needs)
+    assert launched_backward == [], "TMA has no tensor to read"
+    for gradient, name, needed in zip(gradients, "qkv", needs):
+        assert (gradient is not None) == needed, f"d{name}"
+        if needed:
+            assert facts(gradient) == (tuple(x[name].shape), torch.bfloat16, True), f"d{name} is like {name}"
+            assert not gradient.any(), f"d{name}: pairs that are not there give nothing"
+
+
+def test_backward_makes_the_device_of_the_tensors_current(launched_backward, monkeypatch):
+    current, seen = watch_devices(monkeypatch)
+    call_backward(backward_tensors())
+    assert seen == [[1, -1]] * 3 and current == [1], "during the three launches alone"

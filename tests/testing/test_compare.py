@@ -108,3 +108,13 @@ def test_only_infinities():
 def test_empty_tensors_are_exact():
     found = compare(*(torch.empty(0, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float64)))
     assert found.error == found.torch_error == found.bound == 0 and found.ok and found.share == 0, f"{found}"
+
+
+def test_fp32_rounding_of_what_cancels_counts_only_where_the_truth_is_0():
+    got, zeros = torch.tensor([3e-6, 0.0], dtype=torch.float16), torch.zeros(2, dtype=torch.float16)
+    found = compare(got, zeros, f64(0, 0), cancelled=32.0)
+    assert found.bound == 32 * 2.0**-23 and found.ok, "fp32's unit of rounding"
+    assert not compare(got, zeros, f64(0, 0), cancelled=16.0).ok, "beyond the bound"
+    assert not compare(got, zeros, f64(0, 0)).ok, "nothing cancels"
+    beside = compare(got, zeros, f64(0, 2.0**-20), cancelled=1e9)
+    assert beside.bound == 2 * 2.0**-20 + 2.0**-11 * 2.0**-20, "the usual bound where the truth is not 0"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_fa import flash_attn_func, flash_attn_varlen_func
-from cute_fa.testing.gradients import check_attention, check_varlen
+from cute_fa.testing.gradients import cancelling_terms, check_attention, check_varlen
 from cute_fa.testing.inputs import SHAPES, Shape, options, packings
 
 SHAPE = Shape("small-gqa", batch=2, seqlen_q=33, seqlen_k=40, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16)
@@ -187,3 +187,17 @@ def unused_rows_written(q, k, v, **call):
 def test_faults_of_packed_calls_are_caught(wrong, packing, tensors, dtype):
     found = run_varlen(wrong, dtype, packing, {})
     assert tensors <= missed(found), f"only {missed(found)} missed: {found}"
+
+
+def test_cancelling_terms_bound_the_sums_of_absolute_terms():
+    """Of one key, where P = 1: dq_i = scale (dP_i - delta_i) k and dk = scale sum_i (dP_i - delta_i) q_i."""
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 5, 1, dim, generator=generator).double() for dim in (8, 16))
+    k, v = (torch.randn(1, 1, 1, dim, generator=generator).double() for dim in (8, 16))
+    dp = (dout * v).sum(-1, keepdim=True).abs()
+    found = cancelling_terms(q, k, v, dout, -0.5)
+    sums = {"dq": (0.5 * dp * k.abs()).max(), "dk": (0.5 * dp * q.abs()).sum(1).max()}
+    for name, largest in sums.items():
+        assert largest <= found[name] <= 50 * largest, f"{name}: {found[name]} for {largest}"
+    default = cancelling_terms(q, k, v, dout)
+    assert default["dq"] == pytest.approx(2 * 8**-0.5 * found["dq"]), "the scale of flash_attn_func"

@@ -25,6 +25,7 @@ BACKWARD = {
         231_424,
         64 + 64 + 64,
     ),
+    "d192-64x64": (BackwardTile(192, 192, 64, 64, has_p_in_smem=True), 231_424, 48 + 48 + 48),
 }
 
 
@@ -63,6 +64,41 @@ def test_backward_registers(name):
     tile, _, registers = BACKWARD[name]
     assert tile.registers_per_thread == registers, "dK, dV and S, dP or dQ, P, dS over the consumer threads"
     assert tile.fits, "compiled for sm_90a it has no spills"
+
+
+@pytest.mark.parametrize(
+    "name, k, v, q, do, ds, p, dq, others",
+    [
+        ("d64-128x128", 16, 16, 16, 16, 32, 0, 32, 3),
+        ("d128-64x128", 32, 32, 16, 16, 16, 0, 32, 2),
+        ("d256-64x64", 32, 32, 32, 32, 8, 8, 0, 2),
+        ("d192-64x64", 24, 24, 24, 24, 8, 8, 48, 2),
+    ],
+    ids=["d64-128x128", "d128-64x128", "d256-64x64", "d192-64x64"],
+)
+def test_backward_smem_buffer_by_buffer(name, k, v, q, do, ds, p, dq, others):
+    """KiB of each. others: 2 x 2 stages of lse and delta, 4 bytes a query, and 10 barriers of 8 bytes, rounded up."""
+    assert BACKWARD[name][0].smem_bytes == (k + v + 2 * (q + do + ds + p) + dq + others) * KB, "two stages of four"
+
+
+# tile, whether dQ^T is computed, whether lse or delta has no room (more than 240 - 32 registers with it)
+SHAPES = {
+    "d64-128x128": (BackwardTile(64, 64, 128, 128), False, True),  # 192 + 32
+    "d64-64x128": (BackwardTile(64, 64, 64, 128), False, False),  # 128 + 16
+    "d96-64x128": (BackwardTile(96, 96, 64, 128), False, False),  # 160 + 16
+    "d128-64x128": (BackwardTile(128, 128, 64, 128), True, False),  # 192 + 16, which is all there is
+    "d128-80x128": (BackwardTile(128, 128, 80, 128), True, True),  # 208 + 20
+    "d64-80x128": (BackwardTile(64, 64, 80, 128), True, False),  # 144 + 20
+    "d192-64-64x128": (BackwardTile(192, 64, 64, 128), False, True),  # 208 + 16
+    "d128-64x64-shared": (BackwardTile(128, 128, 64, 64, has_p_in_smem=True), False, False),  # 96 + 16
+    "d256-64x64-shared": (BackwardTile(256, 256, 64, 64, has_p_in_smem=True), False, False),  # 192 + 16
+}
+
+
+@pytest.mark.parametrize("tile, is_transposed, is_tight", SHAPES.values(), ids=SHAPES)
+def test_what_a_backward_tile_asks_of_its_kernel(tile, is_transposed, is_tight):
+    assert tile.has_transposed_dq == is_transposed, "blocks of queries that warpgroups cannot share, and head_dim 128"
+    assert tile.has_tight_registers == is_tight, f"{tile.registers_per_thread} registers of matrices"
 
 
 def test_backward_with_unequal_head_dims():

@@ -1,10 +1,21 @@
 """Which plan a problem gets: the compiled tile of every head_dim, the rules on H20 and H200, and that all fit."""
 
+import itertools
+
 import pytest
 
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
-from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_forward_plan, forward_plan, head_dim_tile
+from cute_fa.tuning import schedule
+from cute_fa.tuning.heuristics import (
+    HEAD_DIM_TILES,
+    backward_plan,
+    backward_plans,
+    build_backward_plan,
+    build_forward_plan,
+    forward_plan,
+    head_dim_tile,
+)
 
 HEAD_DIMS = range(8, 257, 8)
 MASKS = {"full": MaskSpec(), "causal": MaskSpec(right=0)}
@@ -151,3 +162,131 @@ def test_dtype_and_mask_are_the_problem_s(dtype):
         problem = AttentionProblem("dense", dtype, 1, 100, 200, 8, 2, 128, 128, ScoreSpec(0.1, mask))
         plan = forward_plan(problem, 132)
         assert (plan.dtype, plan.is_causal) == (dtype, mask.right == 0), "as asked for"
+
+
+ALL = (True, True, True)
+SUBSETS = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
+
+
+def every_backward_plan(needs=ALL):
+    flags = False, True
+    for choice in itertools.product(("bfloat16", "float16"), HEAD_DIM_TILES, HEAD_DIM_TILES, flags, flags):
+        yield build_backward_plan(*choice, needs)
+
+
+def test_every_backward_plan_fits():
+    """Shared memory of a block, 227 KiB, and registers of a consumer thread, of which 32 are for other things."""
+    for plan in every_backward_plan():
+        t = plan.tile
+        k, v, q, do = (2 * n * d for n in (t.tile_n, t.tile_m) for d in (t.head_dim, t.head_dim_v))
+        ds, dq = 2 * t.tile_m * t.tile_n, 4 * t.tile_m * t.head_dim * t.has_dq_staging
+        statistics = 4 * 4 * t.tile_m + 8 * 10  # two stages of lse, of delta; barriers of both, of K and of V
+        smem_bytes = k + v + 2 * (q + do + ds * (1 + t.has_p_in_smem)) + dq + statistics
+        assert smem_bytes <= 227 * 1024, f"{plan.name}: {smem_bytes} bytes"
+        s, dk, dv = (t.tile_n * columns / 256 for columns in (t.tile_m, t.head_dim, t.head_dim_v))
+        products = dk + dv + max(2 * s, t.tile_m * t.head_dim / 256 + s * (not t.has_p_in_smem))
+        assert products <= 240 - 32, f"{plan.name}: {products} registers"
+        assert (t.num_q_stages, t.num_do_stages, t.num_ds_stages) == (2, 2, 2), f"{plan.name}: loads run ahead"
+
+
+def test_backward_tiles_are_what_products_take():
+    """64 keys a warpgroup; with P in shared memory 64 keys for both, which share queries and columns of the head."""
+    for plan in every_backward_plan():
+        t = plan.tile
+        assert (t.tile_n, t.num_consumer_warpgroups) == (64 if t.has_p_in_smem else 128, 2), f"{plan.name}: keys"
+        assert t.tile_m == 64 or t.tile_m == 128 and not t.has_p_in_smem, f"{plan.name}: queries"
+        columns = (t.head_dim, t.head_dim_v) if not t.has_p_in_smem else (t.head_dim // 2, t.head_dim_v // 2)
+        assert all(count % 16 == 0 and count <= 256 for count in columns), f"{plan.name}: rows of 32 bytes or more"
+
+
+# head_dim, head_dim_v: queries, keys, P in shared memory, staging of dQ, words of the schedule for bf16 and fp16
+BLOCKS = {
+    "d64": (64, 64, 128, 128, False, True, "HALF_DK", "DP_FIRST"),
+    "d64-96": (64, 96, 64, 128, False, True, "HALF_DK", "HALF_DK"),
+    "d96": (96, 96, 64, 128, False, True, "HALF_DK", "HALF_DK"),
+    "d128": (128, 128, 64, 128, False, True, "HALF_DK", "HALF_DK"),
+    "d192-64": (192, 64, 64, 128, False, True, "DP_FIRST", "DP_FIRST"),
+    "d96-192": (96, 192, 64, 128, False, True, "DP_FIRST", "DP_FIRST"),
+    "d128-192": (128, 192, 64, 64, True, True, "SHARED", "SHARED"),
+    "d192-128": (192, 128, 64, 64, True, True, "SHARED", "SHARED"),
+    "d192": (192, 192, 64, 64, True, True, "SHARED", "SHARED"),
+    "d64-256": (64, 256, 64, 64, True, True, "SHARED", "SHARED"),
+    "d256-64": (256, 64, 64, 64, True, True, "SHARED", "SHARED"),
+    "d256": (256, 256, 64, 64, True, False, "SHARED", "SHARED"),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_and_schedule_of_backward(block):
+    """fp16 has no 16-bit dS, which 128 queries need for the schedule that takes more registers."""
+    head_dim, head_dim_v, *tile, bf16_words, fp16_words = block
+    for dtype, words in (("bfloat16", bf16_words), ("float16", fp16_words)):
+        plan = build_backward_plan(dtype, head_dim, head_dim_v, False, False, ALL)
+        t = plan.tile
+        assert [t.tile_m, t.tile_n, t.has_p_in_smem, t.has_dq_staging] == tile, f"{dtype}: block"
+        assert plan.schedule == getattr(schedule, words), f"{dtype}: words"
+        assert plan.has_16bit_ds == (dtype == "bfloat16" and head_dim == head_dim_v == 64), f"{dtype}: arithmetic"
+
+
+# By hand: what is left of HALF_DK and of SHARED. Waits for what never ran may stay, they come to nothing.
+LEFT = {
+    "dv-alone": (128, (False, False, True), "S lse P:0 dV:0 P:1 dV:1 free_dO free_Q"),
+    "dk-alone": (128, (False, True, False), "S lse dP P:0 P:1 delta dS:0 dK:0 dS:1 dK:1 free_dO free_Q"),
+    "dq-alone": (
+        128,
+        (True, False, False),
+        "S lse dP P:0 P:1 delta dS:0 dS:1 store_dS sync dQ free_dO store_dQ free_Q",
+    ),
+    "shared-dv-alone": (256, (False, False, True), "P store_P sync dV free_dO next_S next_lse free_Q"),
+    "shared-dk-alone": (256, (False, True, False), "dP delta P dS store_dS sync dK free_dO next_S next_lse free_Q"),
+    "shared-dq-alone": (
+        256,
+        (True, False, False),
+        "dP delta P dS store_dS sync dQ free_dO next_S next_lse store_dQ free_Q",
+    ),
+}
+
+
+@pytest.mark.parametrize("head_dim, needs, words", LEFT.values(), ids=LEFT)
+def test_a_subset_of_gradients_has_a_shorter_schedule(head_dim, needs, words):
+    plan = build_backward_plan("bfloat16", head_dim, head_dim, False, False, needs)
+    found = " ".join(word for word in plan.schedule.split() if not word.startswith("wait"))
+    assert found == words, "words but waits"
+    assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs, "as asked for"
+    assert plan.tile == build_backward_plan("bfloat16", head_dim, head_dim, False, False, ALL).tile, "the same blocks"
+
+
+def test_only_dq_is_summed_in_an_order():
+    for needs in SUBSETS:
+        plan = build_backward_plan("bfloat16", 128, 128, True, True, needs)
+        assert plan.is_deterministic == needs[0], f"dK and dV of a block of keys are one CTA's; needs {needs}"
+        assert not build_backward_plan("bfloat16", 128, 128, True, False, needs).is_deterministic, "nobody asked"
+
+
+def test_backward_plan_of_a_problem():
+    """Smallest tiles that hold the head dims; sums in order where the problem asks for it; all gradients by default."""
+    for head_dim, head_dim_v in itertools.product((8, 64, 72, 136, 256), (40, 96, 128, 200)):
+        for dtype, (mask, features) in itertools.product(
+            ("bfloat16", "float16"), itertools.product(MASKS.values(), (frozenset(), frozenset({"deterministic"})))
+        ):
+            sizes = 2, 300, 400, 8, 2, head_dim, head_dim_v
+            problem = AttentionProblem("dense", dtype, *sizes, ScoreSpec(0.1, mask), features)
+            plan = backward_plan(problem)
+            tiles = smallest_tile(head_dim), smallest_tile(head_dim_v)
+            assert (plan.tile.head_dim, plan.tile.head_dim_v) == tiles, f"{problem}"
+            assert (plan.dtype, plan.is_causal) == (dtype, mask.right == 0), f"{problem}"
+            assert plan.is_deterministic == bool(features), f"{problem}"
+            assert plan.heads_per_section == (4 if mask.right == 0 else 1), f"{problem}"
+            assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == ALL, f"{problem}"
+            assert backward_plan(problem, (False, True, True)).needs_dq is False, f"{problem}"
+
+
+def test_three_plans_of_a_backward_call():
+    """The same choice of the main kernel; the others have the tile of dq, and that of out."""
+    sizes, scores = (2, 300, 400, 8, 2, 190, 72), ScoreSpec(0.1, MASKS["causal"])
+    problem = AttentionProblem("dense", "float16", *sizes, scores, frozenset({"deterministic"}))
+    plan, before, after = backward_plans(problem)
+    assert plan == backward_plan(problem) and plan.is_deterministic, "of this problem"
+    assert (before.dtype, before.head_dim_v) == ("float16", 96), "rows of out and dout"
+    assert (after.dtype, after.tile) == ("float16", plan.tile), "the accumulator of the main kernel"
+    assert backward_plans(problem, (False, True, False))[0].needs_dq is False, "as asked for"

@@ -1,11 +1,13 @@
-"""Forward plans as keys, as names, and as what their kernels must be made of."""
+"""Plans as keys, as names, and as what their kernels must be made of."""
 
+import itertools
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from cute_fa.tuning.budget import ForwardTile
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning.budget import BackwardTile, ForwardTile
+from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_backward_plan
+from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan
 
 PLAN = ForwardPlan(
     dtype="bfloat16",
@@ -60,3 +62,95 @@ def test_required_opcodes():
     assert set(PLAN.required_opcodes) == always | {"UTMASTG", "STSM"}, "O through shared memory and TMA"
     direct = replace(PLAN, tile=replace(PLAN.tile, has_o_staging=False))
     assert set(direct.required_opcodes) == always, "O from registers"
+
+
+BACKWARD = BackwardPlan(
+    dtype="bfloat16",
+    tile=BackwardTile(128, 128, 64, 128),
+    is_causal=True,
+    is_deterministic=False,
+    schedule="S dP",
+    has_16bit_ds=False,
+    needs_dq=True,
+    needs_dk=True,
+    needs_dv=True,
+    heads_per_section=4,
+)
+BACKWARD_CHANGES = {
+    "dtype": {"dtype": "float16"},
+    "queries": {"tile": replace(BACKWARD.tile, tile_m=80)},
+    "dq-staging": {"tile": replace(BACKWARD.tile, has_dq_staging=False)},
+    "mask": {"is_causal": False},
+    "deterministic": {"is_deterministic": True},
+    "schedule": {"schedule": "dP S"},
+    "arithmetic": {"has_16bit_ds": True},
+    "dq": {"needs_dq": False},
+    "dk": {"needs_dk": False},
+    "dv": {"needs_dv": False},
+    "section": {"heads_per_section": 8},
+}
+
+
+@pytest.mark.parametrize("changes", BACKWARD_CHANGES.values(), ids=BACKWARD_CHANGES)
+def test_each_part_is_in_the_key_of_a_backward_plan(changes):
+    other, again = replace(BACKWARD, **changes), replace(BACKWARD, tile=BackwardTile(128, 128, 64, 128))
+    assert {BACKWARD: 1}[again] == 1, "hash and equality go by value"
+    assert other != BACKWARD and repr(other) != repr(BACKWARD), "another kernel; files are keyed by the repr"
+
+
+BACKWARD_NAMES = {
+    "all": (BACKWARD, "backward-d128-bf16-causal-m64n128"),
+    "dq-alone": (replace(BACKWARD, needs_dk=False, needs_dv=False), "backward-d128-bf16-causal-m64n128-dq"),
+    "deterministic": (replace(BACKWARD, is_deterministic=True), "backward-d128-bf16-causal-m64n128-deterministic"),
+    "both": (
+        replace(BACKWARD, dtype="float16", is_causal=False, is_deterministic=True, needs_dk=False),
+        "backward-d128-fp16-full-m64n128-deterministic-dq-dv",
+    ),
+    "unequal-dims": (replace(BACKWARD, tile=BackwardTile(192, 64, 64, 128)), "backward-d192-64-bf16-causal-m64n128"),
+    "before": (PreprocessPlan("float16", 96), "preprocess-d96-fp16"),
+    "after": (PostprocessPlan("bfloat16", BackwardTile(96, 64, 64, 128)), "postprocess-d96-bf16-m64"),
+    "after-shared": (
+        PostprocessPlan("bfloat16", BackwardTile(192, 192, 64, 64, has_p_in_smem=True)),
+        "postprocess-d192-bf16-m64-shared",
+    ),
+}
+
+
+@pytest.mark.parametrize("plan, name", BACKWARD_NAMES.values(), ids=BACKWARD_NAMES)
+def test_names_of_a_backward_call(plan, name):
+    assert plan.name == name, "direction, dims, dtype, mask, tile, order of sums, gradients"
+
+
+def test_backward_names_tell_plans_apart():
+    """Of every choice that heuristics have: two plans with one name would share a file and a function."""
+    flags, subsets = (False, True), [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
+    dims = HEAD_DIM_TILES, HEAD_DIM_TILES
+    choices = itertools.product(("bfloat16", "float16"), *dims, flags, flags, subsets)
+    plans = {build_backward_plan(*choice) for choice in choices}
+    # Order of sums only matters to dq, which four of seven subsets have.
+    assert len(plans) == 2 * 25 * 2 * (7 + 4), "a plan for each choice"
+    assert len({plan.name for plan in plans}) == len(plans), "and a name for each plan"
+
+
+def test_required_opcodes_of_a_backward_call():
+    always = {"HGMMA", "UTMALDG", "USETMAXREG"}
+    stores = {"UTMASTG", "STSM"}  # dK and dV through shared memory and TMA
+    assert set(BACKWARD.required_opcodes) == always | stores | {"UBLKRED"}, "dQ by bulk additions"
+    direct = replace(BACKWARD, tile=replace(BACKWARD.tile, has_dq_staging=False))
+    assert set(direct.required_opcodes) == always | stores | {"REDG"}, "dQ from registers"
+    assert set(replace(BACKWARD, needs_dk=False, needs_dv=False).required_opcodes) == always | {"UBLKRED"}, "dQ alone"
+    assert set(replace(BACKWARD, needs_dq=False, needs_dk=False).required_opcodes) == always | stores, "dV alone"
+    assert PreprocessPlan("bfloat16", 64).required_opcodes == (), "a kernel of plain loads and stores"
+    assert set(PostprocessPlan("bfloat16", BACKWARD.tile).required_opcodes) == stores, "dQ through shared memory"
+
+
+def test_shared_memory_of_a_backward_call():
+    assert BACKWARD.smem_bytes == 198_656, "its tile's"
+    assert PreprocessPlan("bfloat16", 64).smem_bytes == 0, "rows stay in registers"
+    assert PostprocessPlan("bfloat16", BACKWARD.tile).smem_bytes == 64 * 128 * 2, "16-bit dQ"
+
+
+def test_ds_is_what_dq_and_dk_come_from():
+    for needs in itertools.product((True, False), repeat=3):
+        plan = replace(BACKWARD, **dict(zip(("needs_dq", "needs_dk", "needs_dv"), needs)))
+        assert plan.needs_ds == (needs[0] or needs[1]), f"dV = P^T dO has no dS; needs {needs}"
