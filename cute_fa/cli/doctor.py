@@ -284,7 +284,7 @@ def check_cache() -> Finding:
 def check_smoke() -> Finding:
     """One causal call and its gradients on each backend that this machine has, against torch in fp64.
 
-    Outputs are averages of normals, and gradients as large: fp32 errs below 1e-6 and bf16, whose eps is 2^-7, below 0.02.
+    Outputs are averages of normals, gradients as large: fp32 errs below 1e-6 and bf16, whose eps is 2^-7, below 0.02.
     """
     import torch
 

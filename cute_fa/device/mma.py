@@ -60,8 +60,3 @@ def issue(mma_first, mma_rest, accumulator, a, b, half=None):
 def wait(num_in_flight: int):
     """SYNC: all groups of products but the latest num_in_flight are done, their accumulators can be read."""
     warpgroup.wait_group(num_in_flight)
-
-
-def transposed(tensor):
-    """(rows, columns, stage) as (columns, rows, stage): the same bytes and swizzle, the other mode contiguous."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))

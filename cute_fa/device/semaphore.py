@@ -9,9 +9,12 @@ from cutlass import Int32, cute
 
 @cute.jit
 def wait_for(counter: cute.Pointer, value: Int32):
-    """Run by one thread. SYNC: what others did before they counted up to value is visible afterwards, to TMA too."""
+    """Run by one thread, until the count is at least value. SYNC: what others did before is visible afterwards, to TMA too.
+
+    At least, because a neighbour that waited for the same value may have counted up already.
+    """
     address = counter.toint()
-    while _load(address) != value:
+    while _load(address) < value:
         pass
     cute.arch.fence_proxy("async")
 

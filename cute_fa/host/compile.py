@@ -3,7 +3,6 @@
 `host/cache.py` and `host/inspect.py` call this. The DSL is imported by the first call, never before.
 """
 
-import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +12,7 @@ from threading import RLock
 
 from cute_fa.core.errors import DeviceError, expected
 from cute_fa.core.requirements import ARCH, DSL, TVM_FFI
+from cute_fa.tuning.plan import symbol
 
 # The option alone gives the same object with any CUTE_DSL_ARCH, and with none on a machine without a GPU.
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {ARCH}"
@@ -46,11 +46,6 @@ def load_object(plan, path: Path) -> Callable:
     """The function in an object file that holds `object_code(plan)`; bytes after it do no harm."""
     with _lock:
         return import_dsl().cute.runtime.load_module(str(path), enable_tvm_ffi=True)[symbol(plan)]
-
-
-def symbol(plan) -> str:
-    """The plan's name as a C identifier."""
-    return "cute_fa_" + re.sub(r"\W", "_", plan.name)
 
 
 @cache

@@ -63,7 +63,8 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
 
     inputs: q, k, v. results: out, lse, what `forward` gave for them. gradients: dout, like out with any strides, and dlse,
     like lse with any strides, or None. needs: three bools, at least one is True; where one is False the gradient is None.
-    Takes workspace: an fp32 accumulator of the size of q, padded to blocks, where dq is needed, and two fp32 numbers a row.
+    Takes workspace: an fp32 accumulator of dq where that is needed, padded to blocks of queries and to the compiled head_dim;
+    two fp32 numbers a query; and where the order is fixed, one int32 a block.
     """
     q, k, v = inputs
     device_index = q.get_device()
@@ -78,18 +79,15 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     q, k, v, out, dout = (
         x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, out, dout)
     )
-    batch, seqlen_q, heads, _ = q.shape
-    num_m_blocks = -(-seqlen_q // plan.tile.tile_m)
+    tile_m, head_dim = plan.tile.tile_m, plan.tile.head_dim
+    num_blocks = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
     fp32 = {"dtype": torch.float32, "device": q.device}
-    statistics = torch.empty((2, batch, heads, num_m_blocks * plan.tile.tile_m), **fp32)
-    accumulator = counters = None
-    if plan.needs_dq:
-        accumulator = torch.zeros((batch, heads, num_m_blocks, plan.tile.tile_m * plan.tile.head_dim), **fp32)
-    if plan.is_deterministic:
-        counters = torch.zeros(1 + batch * heads * num_m_blocks, dtype=torch.int32, device=q.device)
+    statistics = torch.empty((num_blocks, 2, tile_m), **fp32)
+    accumulator = torch.zeros((num_blocks, tile_m * head_dim), **fp32) if plan.needs_dq else None
+    semaphores = torch.zeros(num_blocks + 1, dtype=torch.int32, device=q.device) if plan.is_deterministic else None
     has_dlse = dlse is not None
     cache.load(before)(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
-    cache.load(plan)((q, k, v), dout, statistics, accumulator, (dk, dv), counters, softmax_scale)
+    cache.load(plan)((q, k, v), dout, statistics, accumulator, (dk, dv), semaphores, softmax_scale)
     if plan.needs_dq:
         cache.load(after)(accumulator, dq, softmax_scale)
     return dq, dk, dv

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cute_fa.core.hardware import MAX_SMEM_BYTES_PER_BLOCK, REGISTERS_PER_SM, WARPGROUP_THREADS
 
+NUM_STAGES = 2  # of the backward's rings and buffers
 OPERAND_BYTES = 2
 FP32_BYTES = 4
 MBARRIER_BYTES = 8
@@ -89,10 +90,29 @@ class ForwardTile:
 
 
 @dataclass(frozen=True)
+class DqTile:
+    """tile_m queries of dQ, as far as the order of its accumulator depends on the main kernel (`BackwardTile`)."""
+
+    head_dim: int
+    tile_m: int
+    has_p_in_smem: bool
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the product is dQ^T = K^T dS^T instead of dQ = dS K, so that each warpgroup has 64 columns of the head."""
+        return not self.has_p_in_smem and self.head_dim == 128
+
+    @property
+    def smem_bytes(self) -> int:
+        return _buffer_bytes(1, self.tile_m, self.head_dim)
+
+
+@dataclass(frozen=True)
 class BackwardTile:
     """tile_n keys, whose K and V stay in shared memory, against a stream of blocks of tile_m queries.
 
-    Q comes with its lse and dO with its delta, one ring each; dS is double buffered.
+    Q comes with its lse and dO with its delta, one ring each; those and dS have NUM_STAGES, two of everything: the next
+    block is loaded while one is used, and dS is written while the products of the step before may still read theirs.
     has_p_in_smem: P and dS are MMA operands from shared memory (P then has buffers like dS) instead of registers.
     has_dq_staging: dQ goes through an fp32 buffer to a bulk reduction; False if it is added from registers.
     """
@@ -101,33 +121,27 @@ class BackwardTile:
     head_dim_v: int
     tile_m: int
     tile_n: int
-    num_consumer_warpgroups: int = 2
-    num_q_stages: int = 2
-    num_do_stages: int = 2
-    num_ds_stages: int = 2
     has_p_in_smem: bool = False
     has_dq_staging: bool = True
 
     @property
-    def has_transposed_dq(self) -> bool:
-        """Whether the product is dQ^T = K^T dS^T, as many queries wide as the block is, instead of dQ = dS K.
+    def num_consumer_warpgroups(self) -> int:
+        return 2
 
-        For blocks of queries that are no multiple of 64; and at head_dim 128, where each warpgroup then has 64 of its rows.
-        """
-        return not self.has_p_in_smem and (self.tile_m % 64 != 0 or self.head_dim == 128)
+    @property
+    def dq(self) -> DqTile:
+        return DqTile(self.head_dim, self.tile_m, self.has_p_in_smem)
 
     @property
     def smem_bytes(self) -> int:
-        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers (K and V are filled only once)."""
+        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers, with room for a word."""
         k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
-        q = _buffer_bytes(self.num_q_stages, self.tile_m, self.head_dim)
-        do = _buffer_bytes(self.num_do_stages, self.tile_m, self.head_dim_v)
-        ds = _buffer_bytes(self.num_ds_stages, self.tile_m, self.tile_n)
+        q, do = (_buffer_bytes(NUM_STAGES, self.tile_m, dim) for dim in (self.head_dim, self.head_dim_v))
+        ds = _buffer_bytes(NUM_STAGES, self.tile_m, self.tile_n)
         p = ds if self.has_p_in_smem else 0
         dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
-        num_stages = self.num_q_stages + self.num_do_stages
-        statistics = num_stages * self.tile_m * FP32_BYTES
-        barriers = (2 + 2 * num_stages) * MBARRIER_BYTES
+        statistics = 2 * NUM_STAGES * self.tile_m * FP32_BYTES
+        barriers = (2 * 1 + 2 * NUM_STAGES) * 2 * MBARRIER_BYTES
         return k + v + q + do + ds + p + dq + _align(statistics + barriers)
 
     @property

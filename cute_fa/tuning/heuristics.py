@@ -71,14 +71,16 @@ def backward_plans(
 ) -> tuple[BackwardPlan, PreprocessPlan, PostprocessPlan]:
     """The plans of a whole backward call: the main kernel, the one before and the one after it, which only dq needs."""
     plan = backward_plan(problem, needs)
-    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile)
+    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile.dq)
 
 
 def build_backward_plan(
     dtype: str, head_dim: int, head_dim_v: int, is_causal: bool, is_deterministic: bool, needs: tuple[bool, bool, bool]
 ) -> BackwardPlan:
     """The plan of one pair of compiled tiles: the rules for blocks, schedule and arithmetic."""
-    tile = _backward_tile(head_dim, head_dim_v)
+    needs_dq, needs_dk, needs_dv = needs
+    # fp16 without dQ spills in blocks of 128 queries.
+    tile = _backward_tile(head_dim, head_dim_v, 128 if dtype == BFLOAT16.name or needs_dq else 64)
     # 16-bit dS leaves registers for dV to run under it. fp16 does without: a large dP would overflow.
     has_16bit_ds = dtype == BFLOAT16.name and tile.tile_m == 128
     if tile.has_p_in_smem:
@@ -87,7 +89,6 @@ def build_backward_plan(
         words = schedule.DP_FIRST
     else:
         words = schedule.HALF_DK
-    needs_dq, needs_dk, needs_dv = needs
     return BackwardPlan(
         dtype=dtype,
         tile=tile,
@@ -102,12 +103,12 @@ def build_backward_plan(
     )
 
 
-def _backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """128 keys with P and dS in registers where dK and dV leave room for them, the more queries the better; else 64 keys."""
-    for tile_m in (128, 64):
-        tile = BackwardTile(head_dim, head_dim_v, tile_m, 128)
-        if tile.fits and (tile_m == 64 or head_dim == head_dim_v == 64):
-            return tile
+def _backward_tile(head_dim: int, head_dim_v: int, max_tile_m: int) -> BackwardTile:
+    """128 keys with P and dS in registers where dK and dV leave room for them, else 64 keys."""
+    # A wider block of queries takes fewer turns, but with 64 and 96 it spills.
+    tile = BackwardTile(head_dim, head_dim_v, max_tile_m if head_dim == head_dim_v == 64 else 64, 128)
+    if tile.fits:
+        return tile
     for has_dq_staging in (True, False):
         tile = BackwardTile(head_dim, head_dim_v, 64, 64, has_p_in_smem=True, has_dq_staging=has_dq_staging)
         if tile.fits:

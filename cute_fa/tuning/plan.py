@@ -8,7 +8,7 @@ what it is meant to be.
 
 from dataclasses import dataclass
 
-from cute_fa.tuning.budget import OPERAND_BYTES, BackwardTile, ForwardTile
+from cute_fa.tuning.budget import BackwardTile, DqTile, ForwardTile
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -102,10 +102,10 @@ class PreprocessPlan:
 
 @dataclass(frozen=True)
 class PostprocessPlan:
-    """The kernel after the main one: dq from its fp32 accumulator. dtype: of dq. tile: of the main kernel."""
+    """The kernel after the main one: dq from its fp32 accumulator. dtype: of dq."""
 
     dtype: str
-    tile: BackwardTile
+    tile: DqTile
 
     required_opcodes = ("STSM", "UTMASTG")
 
@@ -116,10 +116,15 @@ class PostprocessPlan:
 
     @property
     def smem_bytes(self) -> int:
-        return self.tile.tile_m * self.tile.head_dim * OPERAND_BYTES
+        return self.tile.smem_bytes
 
 
 Plan = ForwardPlan | BackwardPlan | PreprocessPlan | PostprocessPlan
+
+
+def symbol(plan: Plan) -> str:
+    """The plan's name as a C identifier: what profilers show, and what object files export."""
+    return "cute_fa_" + plan.name.replace("-", "_")
 
 
 def _name(direction: str, plan: ForwardPlan | BackwardPlan) -> str:

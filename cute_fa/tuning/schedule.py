@@ -21,19 +21,14 @@ Words, S^T = K Q^T and so on as in `kernels/backward/kernel.py`:
 from typing import NamedTuple
 
 # Both warpgroups hold 64 rows of S^T and P, dS are operands from registers.
-PLAIN = "S lse dP wait:S P delta dV wait:dP dS store_dS sync dQ dK wait:dV free_dO wait:dQ store_dQ wait:dK free_Q"
 # dV only after dS: fewer registers, because P as operand and dP do not live together for long.
 DP_FIRST = "S lse dP wait:S P delta wait:dP dS store_dS dV sync dQ dK wait:dV free_dO wait:dQ store_dQ wait:dK free_Q"
-# Half of dV runs under the second half of the exponentials.
-HALF_DV = (
-    "S lse dP wait:S P:0 dV:0 P:1 delta dV:1 wait:dP dS store_dS sync dQ dK wait:dV free_dO wait:dQ store_dQ wait:dK free_Q"
-)
-# And half of dK under the second half of dS.
+# Half of dV runs under the second half of the exponentials, and half of dK under the second half of dS.
 HALF_DK = (
     "S lse dP wait:S P:0 dV:0 P:1 delta dV:1 wait:dP dS:0 dK:0 dS:1 store_dS sync"
     " dQ dK:1 wait:dV free_dO wait:dQ store_dQ wait:dK free_Q"
 )
-# P and dS are operands from shared memory. The next S runs while dQ is added, so a loop begins with it in flight.
+# P and dS are operands from shared memory. The next S runs while dQ is added, so a loop begins behind its first S.
 SHARED = (
     "dP delta P store_P wait:dP dS store_dS sync dV dQ dK wait:dV free_dO wait:dQ next_S next_lse store_dQ wait:dK free_Q wait:S"
 )
@@ -55,12 +50,9 @@ class Step(NamedTuple):
     num_in_flight: int = 0
 
 
-def steps(words: str, in_flight: tuple[str, ...] = ()) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The steps of `words`, and which products are in flight behind them. in_flight: before them, oldest first.
-
-    A wait for what is done already is left out.
-    """
-    running, found = list(in_flight), []
+def steps(words: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The steps of `words`, and which products are still in flight behind them. A wait for what is done is left out."""
+    running, found = [], []
     for word in words.split():
         name, _, suffix = word.partition(":")
         if name == "wait":

@@ -45,7 +45,8 @@ def problems(monkeypatch):
     def backward_plans(problem):
         asked.append(problem)
         kind = "deterministic" if "deterministic" in problem.features else "main"
-        return Plan(f"{kind} {problem.head_dim}"), Plan(f"before {problem.head_dim_v}"), Plan(f"after {problem.head_dim}")
+        names = f"{kind} {problem.head_dim}", f"before {problem.head_dim_v}", f"after {problem.head_dim}"
+        return tuple(map(Plan, names))
 
     monkeypatch.setattr(file, "forward_plan", forward_plan)
     monkeypatch.setattr(file, "backward_plans", backward_plans)
@@ -149,8 +150,8 @@ def test_fills_a_folder(monkeypatch, capsys, tmp_path):
 
 def test_deterministic_is_of_backward(problems, monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, "--deterministic", "--direction", "forward", "--out", str(tmp_path))
-    assert code == 2 and err.startswith("cute-fa: deterministic: expected direction backward beside it, got forward."), err
-    assert not problems, "refused before anything is compiled"
+    message = "cute-fa: deterministic: expected direction backward beside it, got forward."
+    assert code == 2 and err.startswith(message) and not problems, f"refused before anything is compiled, got {err}"
 
 
 def test_default_folder_is_that_of_this_machine(problems, monkeypatch, capsys, tmp_path):
@@ -168,7 +169,9 @@ def test_folder_that_cannot_be_written(problems, monkeypatch, capsys, tmp_path):
     assert err.startswith(f"cute-fa: out: expected a folder that can be written, got {tmp_path}/file/below"), err
 
 
-@pytest.mark.parametrize("option", ["--direction up", "--head-dim 257", "--head-dim 0", "--dtype float32", "--seqlen 0", "--jobs 0"])
+@pytest.mark.parametrize(
+    "option", ["--direction up", "--head-dim 257", "--head-dim 0", "--dtype float32", "--seqlen 0", "--jobs 0"]
+)
 def test_refused_options(option, problems, monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, *option.split(), "--out", str(tmp_path))
     assert code == 2 and option.split()[0] in err and not problems, f"names the option, got {err}"

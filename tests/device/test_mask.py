@@ -168,12 +168,12 @@ def transposed_kernel(
         product_slice.partition_C(cute.local_tile(tensor, (tile_n, tile_m), (n_block, m_block))) for tensor in (x, out)
     )
     acc_St = product_slice.make_fragment_C(product_slice.partition_shape_C((tile_n, tile_m)))
-    for i in cutlass.range_constexpr(cute.size(acc_St)):
+    for i in cutlass.range(cute.size(acc_St), unroll_full=True):
         acc_St[i] = tSgX[i]
     band = Band(tile_m, tile_n, *seqlens, right=right)
     key = n_block * tile_n + warp * 16 + lane // 4
     mask.mask_scores_transposed(acc_St, *mask.query_begins(band, key, m_block * tile_m + 2 * (lane % 4)), *groups)
-    for i in cutlass.range_constexpr(cute.size(acc_St)):
+    for i in cutlass.range(cute.size(acc_St), unroll_full=True):
         tSgOut[i] = acc_St[i]
 
 

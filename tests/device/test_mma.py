@@ -1,4 +1,4 @@
-"""The two products on a GPU against torch, with integers, whose sums are exact in fp32."""
+"""Products on a GPU against torch, with integers, whose sums are exact in fp32."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -7,7 +7,8 @@ import torch
 from cutlass import Float32, cute
 
 from cute_fa.core.dtypes import KERNEL_DTYPES
-from cute_fa.device import hopper, mma
+from cute_fa.device import hopper, mma, view
+from cute_fa.device.smem import tile_layout
 
 
 def test_dtypes_are_those_of_kernels():
@@ -67,7 +68,7 @@ def products_kernel(
 def allocate(layouts, dtype):
     fields = {
         name: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
-        for name, layout in zip(("q", "k", "vt"), layouts)
+        for name, layout in zip("abc", layouts)
     }
     storage = hopper.SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": fields})))
     return [getattr(storage, name).get_tensor(x.outer, swizzle=x.inner) for name, x in zip(fields, layouts)]
@@ -151,3 +152,109 @@ def test_products(products):
     assert torch.equal(s[0].cpu().double(), wanted), "S = Q K^T"
     assert torch.equal(s[1].cpu().double(), 2 * wanted), "S += Q K^T"
     assert torch.equal(o.cpu().double(), start + p @ v), "O += P V"
+
+
+@cute.kernel
+def halves_kernel(
+    products: tuple[cute.TiledMma, cute.TiledMma],
+    operands: tuple[cute.Tensor, cute.Tensor],
+    out: cute.Tensor,
+    layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
+    shape: cutlass.Constexpr,
+    is_transposed: cutlass.Constexpr,
+    has_a_in_registers: cutlass.Constexpr,
+):
+    """out[..., 0] = A B^T, out[..., 1] the first half of k alone, out[..., 2] the second half added to it.
+
+    operands: as they lie in memory. is_transposed: of each, whether that is (k, rows).
+    """
+    thread = cute.arch.thread_idx()[0]
+    warpgroup = cute.arch.make_warp_uniform(thread // 128)
+    sA, sB = allocate(layouts, operands[0].element_type)
+    for source, target in zip(operands, (sA, sB)):
+        copy_in(source, target, thread, 256)
+    cute.arch.fence_proxy("async.shared", space="cta")  # SYNC: what was written above before what products read
+    cute.arch.sync_threads()
+
+    overwriting, adding = mma.accumulates(products[0], False), mma.accumulates(products[1], True)
+    group, of_thread = overwriting.get_slice(warpgroup * 128), overwriting.get_slice(thread)
+    views = [view.transposed(x) if is_transposed[i] else x for i, x in enumerate((sA, sB))]
+    tCrB = overwriting.make_fragment_B(group.partition_B(views[1]))[None, None, None, 0]
+    if cutlass.const_expr(has_a_in_registers):
+        tCrA = of_thread.make_fragment_A(of_thread.partition_shape_A((shape[0], shape[2])))
+        move(of_thread.partition_A(operands[0]), tCrA)
+    else:
+        tCrA = overwriting.make_fragment_A(group.partition_A(views[0]))[None, None, None, 0]
+    acc = of_thread.make_fragment_C(of_thread.partition_shape_C(shape[:2]))
+    for i, half in enumerate((None, 0, 1)):
+        if i < 2:
+            acc.fill(Float32(float("nan")))
+        mma.issue(overwriting, adding, acc, tCrA, tCrB, half)
+        mma.wait(0)
+        move(acc, of_thread.partition_C(out[None, None, i]))
+
+
+@cute.jit
+def launch_halves(
+    a: cute.Tensor,
+    b: cute.Tensor,
+    out: cute.Tensor,
+    warpgroups: cutlass.Constexpr,
+    is_transposed: cutlass.Constexpr,
+    has_a_in_registers: cutlass.Constexpr,
+    stream: cuda.CUstream,
+):
+    """a, b: row-major, as they lie. out: (3, rows, columns)."""
+    dtype, shape = a.element_type, (*out.shape[1:], b.shape[0 if is_transposed[1] else 1])
+    columns = shape[1] // warpgroups[1]
+    products = [mma.product(dtype, warpgroups, columns, *is_transposed, has_a_in_registers) for _ in range(2)]
+    # In a transposed B, warpgroups share what lies in rows.
+    layouts = tile_layout(dtype, *a.shape), tile_layout(dtype, *b.shape, 1, columns if is_transposed[1] else None)
+    out_last = cute.make_tensor(out.iterator, cute.select(out.layout, mode=(1, 2, 0)))
+    halves_kernel(tuple(products), (a, b), out_last, layouts, shape, is_transposed, has_a_in_registers).launch(
+        grid=(1, 1, 1), block=(256, 1, 1), stream=stream
+    )
+
+
+# warpgroups that share rows and columns; rows, columns, k; whether A and B are transposed, A in registers; dtype
+HALVES = {
+    "registers-b-transposed-d96-bf16": ((2, 1), (128, 96, 64), (False, True), True, "bfloat16"),
+    "registers-b-transposed-k80-fp16": ((2, 1), (128, 128, 80), (False, True), True, "float16"),
+    "shared-b-transposed-columns-shared-d192-bf16": ((1, 2), (64, 192, 64), (False, True), False, "bfloat16"),
+    "b-transposed-rows-shared-k128-bf16": ((2, 1), (128, 64, 128), (False, True), False, "bfloat16"),
+    "a-transposed-rows-shared-k128-fp16": ((2, 1), (128, 64, 128), (True, False), False, "float16"),
+    "both-transposed-columns-shared-d256-bf16": ((1, 2), (64, 256, 64), (True, True), False, "bfloat16"),
+    "neither-columns-shared-fp16": ((1, 2), (64, 64, 192), (False, False), False, "float16"),
+    "one-block-of-k-bf16": ((2, 1), (128, 64, 16), (False, False), False, "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module", params=HALVES.values(), ids=HALVES)
+def halves(build, request):
+    """(function, (rows, columns, k), whether A and B are transposed, torch dtype)."""
+    warpgroups, shape, is_transposed, has_a_in_registers, name = request.param
+    lying = [(shape[2], rows) if is_t else (rows, shape[2]) for rows, is_t in zip(shape, is_transposed)]
+    operands = [(mma.DTYPES[name], x) for x in lying]
+    out, choices = (Float32, (3, *shape[:2])), (warpgroups, is_transposed, has_a_in_registers)
+    return build(launch_halves, *operands, out, *choices), shape, is_transposed, getattr(torch, name)
+
+
+def test_halves_compile(halves):
+    assert callable(halves[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_transposed_operands_and_halves(halves):
+    """The first half has the odd block of 16; both halves together are the whole."""
+    function, (rows, columns, k), is_transposed, dtype = halves
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, (n, k), generator=generator).double() for n in (rows, columns))
+    lying = [(x.mT if is_t else x).to(dtype).contiguous().cuda() for x, is_t in zip((a, b), is_transposed)]
+    out = torch.full((3, rows, columns), -7.0, device="cuda")
+    function(*lying, out)
+    middle = 16 * ((k // 16 + 1) // 2)
+    whole, first, both = out.cpu().double()
+    assert torch.equal(whole, a @ b.mT), "A B^T"
+    assert torch.equal(first, a[:, :middle] @ b[:, :middle].mT), "its first half overwrites"
+    assert torch.equal(both, a @ b.mT), "its second half adds"

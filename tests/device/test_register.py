@@ -104,6 +104,101 @@ def test_pack_keeps_the_order(fragment):
 
 
 @cute.kernel
+def part_kernel(x: cute.Tensor, out: cute.Tensor, begin: cutlass.Constexpr, end: cutlass.Constexpr):
+    """out keeps what it holds where nothing is packed."""
+    thread = cute.arch.thread_idx()[0]
+    count: cutlass.Constexpr = x.shape[1]
+    fragment, operand = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, out.element_type)
+    for i in cutlass.range_constexpr(count):
+        fragment[i], operand[i] = x[thread, i], out[thread, i]
+    register.pack(fragment, operand, out.element_type, begin, end)
+    for i in cutlass.range_constexpr(count):
+        out[thread, i] = operand[i]
+
+
+@cute.jit
+def launch_part(
+    x: cute.Tensor, out: cute.Tensor, begin: cutlass.Constexpr, end: cutlass.Constexpr, stream: cuda.CUstream
+):
+    part_kernel(x, out, begin, end).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+# begin and end, in groups of 4 elements of 32; the end of all may be left open
+PARTS = {"first-half": (0, 4), "second-half": (4, None), "middle": (2, 5), "all": (0, 8)}
+
+
+@pytest.fixture(scope="module", params=PARTS.values(), ids=PARTS)
+def part(build, request):
+    """(function, begin, end): 32 elements a thread."""
+    begin, end = request.param
+    function = build(launch_part, (Float32, (THREADS, 32)), (BFloat16, (THREADS, 32)), begin, end)
+    return function, 4 * begin, 4 * (end or 8)
+
+
+def test_pack_of_a_part_compiles(part):
+    assert callable(part[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_pack_of_a_part_leaves_the_rest(part):
+    function, begin, end = part
+    x = torch.randn(THREADS, 32, generator=torch.Generator().manual_seed(3))
+    out = torch.full((THREADS, 32), 7.0, dtype=torch.bfloat16, device="cuda")
+    function(x.cuda(), out)
+    wanted = torch.full((THREADS, 32), 7.0, dtype=torch.bfloat16)
+    wanted[:, begin:end] = x[:, begin:end].bfloat16()
+    assert torch.equal(out.cpu(), wanted), "element by element"
+
+
+@cute.kernel
+def multiply_kernel(a: cute.Tensor, b: cute.Tensor, out: cute.Tensor):
+    """Words of two neighbours, through fragments of 16."""
+    i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    fragments = [cute.make_rmem_tensor(16, a.element_type) for _ in range(3)]
+    for element in cutlass.range_constexpr(16):
+        fragments[0][element], fragments[1][element] = a[i, element], b[i, element]
+    x, y, product = (register.words_of(fragment) for fragment in fragments)
+    for word in cutlass.range_constexpr(8):
+        product[word] = register.multiply_pairs(x[word], y[word], a.element_type)
+    for element in cutlass.range_constexpr(16):
+        out[i, element] = fragments[2][element]
+
+
+@cute.jit
+def launch_multiply(a: cute.Tensor, b: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    multiply_kernel(a, b, out).launch(grid=(BLOCKS, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def multiply(build, request):
+    """(function, torch dtype): (n, 16) times (n, 16)."""
+    dtype, torch_dtype = DTYPES[request.param]
+    return build(launch_multiply, *[(dtype, (BLOCKS * THREADS, 16))] * 3), torch_dtype
+
+
+def test_multiply_pairs_compiles(multiply):
+    assert callable(multiply[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_multiply_pairs_rounds_as_torch_does(multiply):
+    """The product is exact in fp64. All bit patterns of a against random ones of b; subnormal numbers count."""
+    function, dtype = multiply
+    n = BLOCKS * THREADS * 16
+    assert n == 2**16, "as many as there are"
+    bits = torch.arange(n) - 2**15, torch.randint(-(2**15), 2**15, (n,), generator=torch.Generator().manual_seed(4))
+    a, b = (x.to(torch.int16).view(dtype).view(-1, 16) for x in bits)
+    out = torch.zeros_like(a, device="cuda")
+    function(a.cuda(), b.cuda(), out)
+    found, wanted = out.cpu(), (a.double() * b.double()).to(dtype)
+    assert torch.equal(found.isnan(), wanted.isnan()), "NaN stays NaN, and nothing else becomes one"
+    numbers = ~wanted.isnan()
+    assert torch.equal(found[numbers], wanted[numbers]), "every number, low half first"
+
+
+@cute.kernel
 def quads_kernel(x: cute.Tensor, maxima: cute.Tensor, sums: cute.Tensor):
     thread = cute.arch.thread_idx()[0]
     maxima[thread], sums[thread] = register.quad_max(x[thread]), register.quad_sum(x[thread])

@@ -1,14 +1,15 @@
-"""TMA on a GPU: tiles of rows through swizzled shared memory, cut at the right and lower edge of their tensors."""
+"""TMA on a GPU: tiles of rows through swizzled shared memory, cut at the edges of their tensors, and plain vectors."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import pytest
 import torch
-from cutlass import BFloat16, Float16, cute
+from cutlass import BFloat16, Float16, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_fa.device import hopper, tma
-from cute_fa.device.pipeline import Ring
+from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring
+from cute_fa.device.smem import tile_layout
 
 TILE_M, NUM_TILES = 128, 2  # a CTA's tiles, each in a stage of its own
 BATCH, HEADS, ROWS = 2, 3, TILE_M * NUM_TILES
@@ -148,3 +149,153 @@ def test_store_leaves_what_lies_behind_the_edge(copy):
         wanted[place] = x[:, :rows, :, :columns]
         function(x.cuda(), y[place], torch.zeros(BATCH, HEADS, ROWS, tile_d, dtype=dtype, device="cuda"))
         assert torch.equal(y.cpu(), wanted), f"{rows} rows, {columns} columns"
+
+
+NUM_VECTORS, ROWS_OF_VECTOR, COLUMNS = 5, 64, 64  # of blocks, each a tile and a number a row
+NUM_STAGES = 2
+
+
+@cute.kernel
+def vectors_kernel(
+    atom: cute.CopyAtom,
+    coord_X: cute.Tensor,
+    vector: cute.Tensor,
+    seen: tuple[cute.Tensor, cute.Tensor],
+    layout: cute.ComposedLayout,
+):
+    """Warp 0 loads blocks, warps 1 and 2 write what they see: of tiles (row, column), of vectors (row,)."""
+    thread = cute.arch.thread_idx()[0]
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    fields = {
+        "barriers": Ring.storage(NUM_STAGES),
+        "tiles": cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024],
+        "vectors": cute.struct.Align[cute.struct.MemRange[Float32, ROWS_OF_VECTOR * NUM_STAGES], 128],
+    }
+    storage = hopper.SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": fields})))
+    ring = Ring(storage.barriers.data_ptr(), NUM_STAGES)
+    sX = storage.tiles.get_tensor(layout.outer, swizzle=layout.inner)
+    sVector = storage.vectors.get_tensor(cute.make_layout((ROWS_OF_VECTOR, NUM_STAGES)))
+    if warp == 0:
+        with cute.arch.elect_one():
+            ring.init(2)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if warp == 0:
+        load_blocks(atom, coord_X, vector, sX, sVector, ring)
+    else:
+        see_blocks(seen, sX, sVector, ring, thread - 32)
+
+
+@cute.jit
+def load_blocks(
+    atom: cute.CopyAtom, coord_X: cute.Tensor, vector: cute.Tensor, sX: cute.Tensor, sVector: cute.Tensor, ring: Ring
+):
+    tXsX, tXgX = tma.partition(atom, sX, cute.local_tile(coord_X, (ROWS_OF_VECTOR, COLUMNS), (None, 0)))
+    gVector = cute.local_tile(vector, (ROWS_OF_VECTOR,), (None,))
+    state = ring.state(PRODUCER)
+    for block in cutlass.range(NUM_VECTORS, unroll=1):
+        num_bytes = 2 * ROWS_OF_VECTOR * COLUMNS + 4 * ROWS_OF_VECTOR
+        tma.load(atom, tXgX[None, block], tXsX, ring, state.index, state.phase, num_bytes)
+        tma.load_vector(gVector[None, block], sVector[None, state.index], ring, state.index)
+        state.advance()
+
+
+@cute.jit
+def see_blocks(
+    seen: tuple[cute.Tensor, cute.Tensor], sX: cute.Tensor, sVector: cute.Tensor, ring: Ring, row: Int32
+):
+    tiles, vectors = seen
+    state = ring.state(CONSUMER)
+    for block in cutlass.range(NUM_VECTORS, unroll=1):
+        ring.wait_full(state.index, state.phase)
+        vectors[block * ROWS_OF_VECTOR + row] = sVector[row, state.index]
+        for column in cutlass.range(COLUMNS):
+            tiles[block * ROWS_OF_VECTOR + row, column] = sX[row, column, state.index]
+        cute.arch.sync_warp()  # SYNC: all lanes have read before one of them says so
+        ring.release(state.index, row % 32)
+        state.advance()
+
+
+@cute.jit
+def launch_vectors(
+    x: cute.Tensor, vector: cute.Tensor, tiles: cute.Tensor, vectors: cute.Tensor, stream: cuda.CUstream
+):
+    layout = tile_layout(BFloat16, ROWS_OF_VECTOR, COLUMNS, NUM_STAGES)
+    atom, coord_X = tma.load_atom(x, layout, (ROWS_OF_VECTOR, COLUMNS))
+    vectors_kernel(atom, coord_X, vector, (tiles, vectors), layout).launch(
+        grid=(1, 1, 1), block=(96, 1, 1), stream=stream
+    )
+
+
+@pytest.fixture(scope="module")
+def load_vectors(build):
+    rows = NUM_VECTORS * ROWS_OF_VECTOR
+    return build(launch_vectors, *[(BFloat16, (rows, COLUMNS)), (Float32, (rows,))] * 2)
+
+
+def test_load_vector_compiles(load_vectors):
+    assert callable(load_vectors), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_a_vector_comes_with_its_tile(load_vectors):
+    """One barrier counts the bytes of both; each stage is filled more than twice."""
+    rows = NUM_VECTORS * ROWS_OF_VECTOR
+    generator = torch.Generator().manual_seed(2)
+    x, vector = torch.randn(rows, COLUMNS, generator=generator).bfloat16(), torch.randn(rows, generator=generator)
+    vector[3], vector[70] = torch.inf, -torch.inf
+    tiles, vectors = (torch.full_like(tensor, -7.0, device="cuda") for tensor in (x, vector))
+    load_vectors(x.cuda(), vector.cuda(), tiles, vectors)
+    assert torch.equal(tiles.cpu(), x), "tiles"
+    assert torch.equal(vectors.cpu(), vector), "vectors"
+
+
+NUM_CTAS, COUNT = 200, 512
+
+
+@cute.kernel
+def add_kernel(x: cute.Tensor, out: cute.Tensor):
+    """Each CTA adds the halves of its row of x to a place of its own parity in out, as two groups."""
+    thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    fields = {"values": cute.struct.Align[cute.struct.MemRange[Float32, COUNT], 128]}
+    storage = hopper.SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": fields})))
+    values = storage.values.get_tensor(cute.make_layout(COUNT))
+    for i in range(thread, COUNT, THREADS):
+        values[i] = x[cta, i]
+    cute.arch.fence_proxy("async.shared", space="cta")  # SYNC: stores before what the bulk additions read
+    cute.arch.sync_threads()
+    if thread == 0:
+        place = out.iterator + (4 + cta % 2 * (COUNT + 4))
+        for half in cutlass.range_constexpr(2):
+            tma.add_vector(values.iterator + half * (COUNT // 2), place + half * (COUNT // 2), COUNT // 2)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
+
+
+@cute.jit
+def launch_add(x: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    add_kernel(x, out).launch(grid=(NUM_CTAS, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def add_vectors(build):
+    return build(launch_add, (Float32, (NUM_CTAS, COUNT)), (Float32, (2 * COUNT + 12,)))
+
+
+def test_add_vector_compiles(add_vectors):
+    assert callable(add_vectors), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_ctas_add_to_one_place(add_vectors):
+    """Sums of integers, which no order changes; what lies before, between and behind keeps its value."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (NUM_CTAS, COUNT), (2 * COUNT + 12,)
+    x, start = (torch.randint(-1000, 1001, shape, generator=generator) for shape in shapes)
+    out = start.float().cuda()
+    add_vectors(x.float().cuda(), out)
+    wanted = start.clone()
+    wanted[4 : 4 + COUNT] += x[::2].sum(0)
+    wanted[COUNT + 8 : 2 * COUNT + 8] += x[1::2].sum(0)
+    assert torch.equal(out.cpu(), wanted.float()), "all CTAs, once each"

@@ -43,14 +43,6 @@ def test_load_object(rest, tiny, tmp_path):
     assert tiny.size_of(compile.load_object(plan, path)) == 96, "the function of this plan"
 
 
-def test_symbol():
-    class Plan:
-        name = "forward-d192-128-bf16-causal-m128n112-turns"
-
-    symbol = compile.symbol(Plan)
-    assert symbol == "cute_fa_forward_d192_128_bf16_causal_m128n112_turns", f"a C identifier, got {symbol}"
-
-
 def test_threads_take_turns(tiny):
     plans = [tiny.plan_of(head_dim) for head_dim in (64, 96, 128, 192)]
     with ThreadPoolExecutor(4) as pool:

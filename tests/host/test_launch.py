@@ -1,4 +1,4 @@
-"""The launch of a call, up to its kernels: what TMA reads as it lies, what is copied, which plans and workspace it has."""
+"""The launch of a call, up to its kernels: what TMA reads as it lies, what is copied, plans and workspace."""
 
 import pytest
 import torch
@@ -249,17 +249,17 @@ def test_arguments_of_three_kernels(launched_backward):
     assert (before.dtype, before.head_dim_v) == ("bfloat16", 64), "of out and dout"
     assert (plan.dtype, plan.is_causal, plan.is_deterministic) == ("bfloat16", True, False), "the plan of this call"
     assert (plan.tile.head_dim, plan.tile.head_dim_v, plan.tile.tile_m) == (64, 64, 128), "tiles of this call"
-    assert (after.dtype, after.tile) == ("bfloat16", plan.tile), "dq of the main kernel"
+    assert (after.dtype, after.tile) == ("bfloat16", plan.tile.dq), "dq of the main kernel"
     out, dout, lse, dlse, has_dlse, statistics = first
     assert out is x["out"] and dout is x["dout"] and lse is x["lse"] and dlse is lse, "the tensors; any for no dlse"
     assert has_dlse == 0 and isinstance(has_dlse, int), "it is not read"
-    assert facts(statistics) == ((2, 2, 4, 256), torch.float32, True), "LSE and delta of whole blocks of queries"
-    (q, k, v), dout, same_statistics, accumulator, (dk, dv), counters, scale = second
+    assert facts(statistics) == ((2 * 4 * 2, 2, 128), torch.float32, True), "LSE and delta of whole blocks of queries"
+    (q, k, v), dout, same_statistics, accumulator, (dk, dv), semaphores, scale = second
     assert q is x["q"] and k is x["k"] and v is x["v"] and dout is x["dout"], "the tensors themselves"
     assert same_statistics is statistics, "what the first kernel writes"
-    assert facts(accumulator) == ((2, 4, 2, 128 * 64), torch.float32, True), "(batch, heads, blocks, block)"
+    assert facts(accumulator) == ((2 * 4 * 2, 128 * 64), torch.float32, True), "blocks of all heads and batches"
     assert not accumulator.any(), "CTAs add to it"
-    assert counters is None and scale == 0.3, "no order of sums; scale of the call"
+    assert semaphores is None and scale == 0.3, "no order of sums; scale of the call"
     same_accumulator, dq, scale = third
     assert same_accumulator is accumulator and scale == 0.3, "what the second kernel adds to"
     for found, written, name in zip(gradients, (dq, dk, dv), "qkv"):
@@ -274,12 +274,13 @@ def test_arguments_of_three_kernels(launched_backward):
 )
 def test_workspace_has_whole_blocks(launched_backward, head_dim, seqlen_q, block, num_blocks):
     call_backward(backward_tensors(seqlen_q, head_dim=head_dim), is_deterministic=True)
-    _, (_, _, _, statistics, accumulator, _, counters, _), _ = launched_backward
+    _, (_, _, _, statistics, accumulator, _, semaphores, _), _ = launched_backward
     compiled = {64: 64, 72: 96, 128: 128, 256: 256}[head_dim]
-    assert statistics.shape == (2, 2, 4, num_blocks * block), "padded rows"
-    assert accumulator.shape == (2, 4, num_blocks, block * compiled), "padded rows and columns"
-    assert counters.shape == (1 + 2 * 4 * num_blocks,), "a ticket, and how many have added to each block"
-    assert counters.dtype == torch.int32 and not counters.any(), "counts from zero"
+    num_blocks *= 2 * 4
+    assert statistics.shape == (num_blocks, 2, block), "padded rows"
+    assert accumulator.shape == (num_blocks, block * compiled), "padded rows and columns"
+    assert semaphores.shape == (num_blocks + 1,), "how many have added to each block, and a ticket"
+    assert semaphores.dtype == torch.int32 and not semaphores.any(), "counts from zero"
 
 
 def test_two_calls_share_no_workspace(launched_backward):
@@ -287,7 +288,7 @@ def test_two_calls_share_no_workspace(launched_backward):
     call_backward(x, is_deterministic=True), call_backward(x, is_deterministic=True)
     (_, one, _), (_, other, _) = launched_backward[:3], launched_backward[3:]
     assert one[0] == other[0], "one plan"
-    for i, name in ((3, "statistics"), (4, "accumulator"), (6, "counters")):
+    for i, name in ((3, "statistics"), (4, "accumulator"), (6, "semaphores")):
         assert one[i].data_ptr() != other[i].data_ptr(), f"{name}: nothing is cleared behind a launch"
 
 
@@ -296,10 +297,10 @@ def test_gradients_that_nobody_needs(launched_backward, needs):
     x = backward_tensors()
     gradients = call_backward(x, is_deterministic=True, needs=needs)
     assert tuple(gradient is not None for gradient in gradients) == needs, "None where there is none"
-    _, (plan, *_, accumulator, (dk, dv), counters, _), *after = launched_backward
+    _, (plan, *_, accumulator, (dk, dv), semaphores, _), *after = launched_backward
     assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs, "the plan of this call"
     assert (dk is not None, dv is not None) == needs[1:], "what the main kernel writes"
-    assert (accumulator is not None, counters is not None, len(after)) == (needs[0], needs[0], needs[0]), "all for dq"
+    assert (accumulator is not None, semaphores is not None, len(after)) == (needs[0], needs[0], needs[0]), "all for dq"
 
 
 UNREADABLE_DOUT = {
@@ -334,12 +335,13 @@ def test_other_tensors_that_tma_does_not_read_are_copied(launched_backward, name
 
 def test_readable_tensors_stay_where_they_lie(launched_backward):
     qkv = torch.randn(2, 130, 3, 4, 64).bfloat16()
-    dout = torch.randn(2, 4, 130, 40).bfloat16().transpose(1, 2)
-    call_backward(backward_tensors(dout=dout, q=qkv[:, :, 0]))
-    (_, _, first, *_), (_, (q, _, _), second, *_), (_, _, dq, _) = launched_backward
+    dout, k_given = (torch.randn(shape).bfloat16().transpose(1, 2) for shape in ((2, 4, 130, 40), (2, 2, 7, 64)))
+    dq, dk, _ = call_backward(backward_tensors(dout=dout, q=qkv[:, :, 0], k=k_given))
+    (_, _, first, *_), (_, (q, k, _), second, *_), _ = launched_backward
     assert q.data_ptr() == qkv.data_ptr() and q.stride() == qkv[:, :, 0].stride(), "packed"
-    assert first is dout and second is dout, "heads before rows"
+    assert first is dout and second is dout and k is k_given, "heads before rows"
     assert facts(dq) == ((2, 130, 4, 64), torch.bfloat16, True), "not packed"
+    assert facts(dk) == ((2, 7, 2, 64), torch.bfloat16, True), "rows before heads"
 
 
 @pytest.mark.parametrize("is_strided", [False, True], ids=["contiguous", "strided"])

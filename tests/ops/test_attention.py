@@ -188,9 +188,10 @@ def test_cuda_gradients_reach_the_launch(dtype, needs, monkeypatch):
     monkeypatch.setattr(attention.launch, "backward", lambda *arguments: given.append(arguments) or grads)
     call = PLAIN._replace(window_right=0, deterministic=True)
     found = attention._backward_cuda(dout, dlse, q, k, v, out, lse, *needs, False, *call)
-    [(dout_given, *tensors, scale, mask, is_deterministic, needs_given)] = given
+    [(inputs, results, (dout_given, dlse_given), scale, mask, is_deterministic, needs_given)] = given
     assert dout_given.dtype == torch.bfloat16 and torch.equal(dout_given, dout.bfloat16()), "dout"
-    assert all(a is b for a, b in zip(tensors, (dlse, q, k, v, out, lse), strict=True)), "dlse, q, k, v, out, lse"
+    tensors = *inputs, *results, dlse_given
+    assert all(a is b for a, b in zip(tensors, (q, k, v, out, lse, dlse), strict=True)), "the tensors themselves"
     assert (scale, mask, is_deterministic, needs_given) == (0.4, (None, 0, 0), True, needs), "scalars"
     for ours, grad in zip(found, (*grads, None), strict=True):
         assert ours.shape == (0,) if grad is None else ours is grad, "what the launch gave"

@@ -88,7 +88,6 @@ SHAPES = {
     "d96-64x128": (BackwardTile(96, 96, 64, 128), False, False),  # 160 + 16
     "d128-64x128": (BackwardTile(128, 128, 64, 128), True, False),  # 192 + 16, which is all there is
     "d128-80x128": (BackwardTile(128, 128, 80, 128), True, True),  # 208 + 20
-    "d64-80x128": (BackwardTile(64, 64, 80, 128), True, False),  # 144 + 20
     "d192-64-64x128": (BackwardTile(192, 64, 64, 128), False, True),  # 208 + 16
     "d128-64x64-shared": (BackwardTile(128, 128, 64, 64, has_p_in_smem=True), False, False),  # 96 + 16
     "d256-64x64-shared": (BackwardTile(256, 256, 64, 64, has_p_in_smem=True), False, False),  # 192 + 16
@@ -97,7 +96,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("tile, is_transposed, is_tight", SHAPES.values(), ids=SHAPES)
 def test_what_a_backward_tile_asks_of_its_kernel(tile, is_transposed, is_tight):
-    assert tile.has_transposed_dq == is_transposed, "blocks of queries that warpgroups cannot share, and head_dim 128"
+    assert tile.dq.is_transposed == is_transposed, "at head_dim 128, unless P is in shared memory"
     assert tile.has_tight_registers == is_tight, f"{tile.registers_per_thread} registers of matrices"
 
 
@@ -120,7 +119,7 @@ def test_backward_operands_count_where_they_outweigh_the_scores():
         ForwardTile(64, 64, 192, 144, 3),
         ForwardTile(128, 128, 192, 128, 3, num_kv_stages=1, has_o_staging=False),
         BackwardTile(128, 128, 96, 128),
-        BackwardTile(128, 128, 128, 128, num_q_stages=1, num_do_stages=1, num_ds_stages=1, has_dq_staging=False),
+        BackwardTile(192, 128, 64, 128, has_dq_staging=False),
     ],
     ids=["smem-forward", "smem-d256", "spills-d64", "spills-d128", "smem-backward", "registers-backward"],
 )

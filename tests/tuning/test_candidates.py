@@ -27,26 +27,31 @@ def needs_of(plan) -> tuple[bool, bool, bool]:
 
 def test_few_and_different():
     plans = checked_plans()
-    assert len(plans) <= 260, f"{len(plans)} plans of two seconds each"
+    assert len(plans) <= 400, f"{len(plans)} plans of two seconds each"
     assert len(set(plans)) == len(plans), "a plan comes twice"
     assert len({plan.name for plan in plans}) == len(plans), "two plans have one name"
 
 
 def test_every_pair_of_tiles_with_each_dtype_and_mask():
+    """Forward all four of each pair; backward those of unequal dims in bf16 only."""
     backward = [plan for plan in of_kind(BackwardPlan) if all(needs_of(plan)) and not plan.is_deterministic]
-    for plans in (of_kind(ForwardPlan), backward):
-        for pair in itertools.product(TILES, TILES):
-            of_pair = {(plan.dtype, plan.is_causal) for plan in plans if pair_of(plan) == pair}
-            assert of_pair == set(itertools.product(DTYPES, (False, True))), f"all four of {pair}, got {of_pair}"
+    for pair in itertools.product(TILES, TILES):
+        forward = {(plan.dtype, plan.is_causal) for plan in of_kind(ForwardPlan) if pair_of(plan) == pair}
+        assert forward == set(itertools.product(DTYPES, (False, True))), f"all four of {pair}, got {forward}"
+        found = {(plan.dtype, plan.is_causal) for plan in backward if pair_of(plan) == pair}
+        dtypes = DTYPES if pair[0] == pair[1] else ("bfloat16",)
+        assert found == set(itertools.product(dtypes, (False, True))), f"{dtypes} of {pair}, got {found}"
 
 
-def test_sample_of_other_backward_plans():
-    """One for each of a tile with 128 queries, with P in registers, with P in shared memory."""
+def test_variants_of_every_pair_of_tiles():
+    """fp16 has another schedule than bf16 where both dims are 64."""
     subsets = {needs for needs in itertools.product((False, True), repeat=3) if any(needs) and not all(needs)}
-    plans = [plan for plan in of_kind(BackwardPlan) if plan.dtype == "bfloat16" and plan.is_causal]
-    for tile in (64, 128, 256):
-        of_tile = {(plan.is_deterministic, needs_of(plan)) for plan in plans if pair_of(plan) == (tile, tile)}
-        assert of_tile >= {(True, (True, True, True)), *((False, needs) for needs in subsets)}, f"{tile}: got {of_tile}"
+    wanted = {(True, (True, True, True)), *((False, needs) for needs in subsets)}
+    plans = [plan for plan in of_kind(BackwardPlan) if plan.is_causal]
+    for dtype, *pair in (*itertools.product(("bfloat16",), TILES, TILES), ("float16", 64, 64)):
+        of_pair = [plan for plan in plans if plan.dtype == dtype and pair_of(plan) == tuple(pair)]
+        found = {(plan.is_deterministic, needs_of(plan)) for plan in of_pair}
+        assert found >= wanted, f"{dtype} {pair}: got {found}"
 
 
 def test_kernels_before_and_after():
@@ -75,9 +80,11 @@ def test_what_forward_calls_get_is_checked():
 
 def test_what_backward_calls_get_is_checked():
     """Of the kernel after the main one, that of the same name: its tile has parts that it does not depend on."""
+    bf16 = {plan.name.replace("fp16", "bf16") for plan in of_kind(BackwardPlan)}
     plans = set(checked_plans())
     names = {plan.name for plan in plans}
     for problem in problems_of([(2, 300, 300)], (16,)):
         main, before, after = backward_plans(problem)
         assert main == backward_plan(problem), "the main kernel is the first"
-        assert main in plans and before in plans and after.name in names, f"{main.name} for {problem}"
+        assert main in plans or main.name.replace("fp16", "bf16") in bf16, f"{main.name}, or in bf16, for {problem}"
+        assert before in plans and after.name in names, f"{before.name} and {after.name} for {problem}"

@@ -7,7 +7,7 @@ import pytest
 
 from cute_fa.tuning.budget import BackwardTile, ForwardTile
 from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_backward_plan
-from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan
+from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan, symbol
 
 PLAN = ForwardPlan(
     dtype="bfloat16",
@@ -141,16 +141,20 @@ def test_required_opcodes_of_a_backward_call():
     assert set(replace(BACKWARD, needs_dk=False, needs_dv=False).required_opcodes) == always | {"UBLKRED"}, "dQ alone"
     assert set(replace(BACKWARD, needs_dq=False, needs_dk=False).required_opcodes) == always | stores, "dV alone"
     assert PreprocessPlan("bfloat16", 64).required_opcodes == (), "a kernel of plain loads and stores"
-    assert set(PostprocessPlan("bfloat16", BACKWARD.tile).required_opcodes) == stores, "dQ through shared memory"
+    assert set(PostprocessPlan("bfloat16", BACKWARD.tile.dq).required_opcodes) == stores, "dQ through shared memory"
 
 
 def test_shared_memory_of_a_backward_call():
     assert BACKWARD.smem_bytes == 198_656, "its tile's"
     assert PreprocessPlan("bfloat16", 64).smem_bytes == 0, "rows stay in registers"
-    assert PostprocessPlan("bfloat16", BACKWARD.tile).smem_bytes == 64 * 128 * 2, "16-bit dQ"
+    assert PostprocessPlan("bfloat16", BACKWARD.tile.dq).smem_bytes == 64 * 128 * 2, "16-bit dQ"
 
 
 def test_ds_is_what_dq_and_dk_come_from():
     for needs in itertools.product((True, False), repeat=3):
         plan = replace(BACKWARD, **dict(zip(("needs_dq", "needs_dk", "needs_dv"), needs)))
         assert plan.needs_ds == (needs[0] or needs[1]), f"dV = P^T dO has no dS; needs {needs}"
+
+
+def test_symbol_is_a_c_identifier():
+    assert symbol(UNEQUAL) == "cute_fa_forward_d192_96_fp16_full_m192n64_turns", symbol(UNEQUAL)

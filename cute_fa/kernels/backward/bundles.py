@@ -13,7 +13,7 @@ from cute_fa.device import mma
 from cute_fa.device.band import Band
 from cute_fa.device.order import HeadAfterHead, LongestFirst
 from cute_fa.device.pipeline import Ring
-from cute_fa.tuning.budget import BackwardTile
+from cute_fa.tuning.budget import BackwardTile, DqTile
 from cute_fa.tuning.plan import BackwardPlan
 
 NUM_WARPGROUPS = 2  # consumers
@@ -24,9 +24,10 @@ class BackwardGmem:
     """Whole tensors in global memory. The `m` tensors hold coordinates for TMA; what is not needed is None.
 
     mQ, mdO: (seqlen_q, dim, heads_q, batch). mK, mV, mdK, mdV: (seqlen_k, dim, heads_kv, batch).
-    lse_log2, delta: (seqlen_q padded to blocks, heads_q, batch), fp32.
-    dq: (tile_m * head_dim, m_block, heads_q, batch), fp32 zeros, to which CTAs add; a block has the order of `dq_product`.
-    semaphores: (m_block, heads_q, batch), zeros: how many warpgroups have added to a block. ticket: a zero.
+    Of each block of queries, numbered by `BackwardSizes.first_block`:
+    statistics: (block, 2, tile_m), fp32: LSE and delta.
+    dq: (block, tile_m * head_dim), fp32 zeros, to which CTAs add; a block has the order of `dq_product`.
+    semaphores: (block,), zeros: how many warpgroups have added to it. Behind the last one is the ticket, a zero.
     """
 
     mQ: cute.Tensor
@@ -35,11 +36,9 @@ class BackwardGmem:
     mV: cute.Tensor
     mdK: cute.Tensor | None
     mdV: cute.Tensor | None
-    lse_log2: cute.Tensor
-    delta: cute.Tensor
+    statistics: cute.Tensor
     dq: cute.Tensor | None
     semaphores: cute.Tensor | None
-    ticket: cute.Pointer | None
 
 
 @dataclass(frozen=True)
@@ -83,21 +82,21 @@ def values_product(dtype, tile: BackwardTile, head_dim: int):
     return mma.product(dtype, (2, 1), head_dim, has_b_transposed=True, has_a_in_registers=True)
 
 
-def dq_product(dtype, tile: BackwardTile):
-    """dQ, or dQ^T (`has_transposed_dq`). The order of its accumulator is also that of the accumulator in global memory."""
-    if tile.has_transposed_dq:
+def dq_product(dtype, tile: DqTile):
+    """dQ or dQ^T. The order of its accumulator is also that of the accumulator in global memory."""
+    if tile.is_transposed:
         return mma.product(dtype, (2, 1), tile.tile_m, has_a_transposed=True)
     columns = dq_columns(tile)
     warpgroups = tile.tile_m // mma.ROWS_PER_WARPGROUP, tile.head_dim // columns
     return mma.product(dtype, warpgroups, columns, has_a_transposed=tile.has_p_in_smem, has_b_transposed=True)
 
 
-def dq_columns(tile: BackwardTile) -> int:
-    """Columns of the head in one warpgroup's part of dQ."""
-    return tile.head_dim if tile.has_transposed_dq or tile.tile_m == 128 else tile.head_dim // 2
+def dq_columns(tile: DqTile) -> int:
+    """Columns of the head that swizzled rows of shared memory may span: those of one warpgroup's part of dQ."""
+    return tile.head_dim if tile.is_transposed or tile.tile_m == 128 else tile.head_dim // 2
 
 
-def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: BackwardTile):
+def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: DqTile):
     """A thread's part of a block of dQ in memory, as (4, vectors): neighbouring threads have neighbouring 16 bytes."""
     half = tile.tile_m * tile.head_dim // NUM_WARPGROUPS
     layout = cute.make_layout((4, half // 512), stride=(1, 512))
@@ -123,11 +122,15 @@ class BackwardSizes:
     def num_tiles(self, plan: BackwardPlan):
         return cute.ceil_div(self.seqlen_k, plan.tile.tile_n) * self.num_heads * self.batch
 
+    def first_block(self, head, batch_idx, plan: BackwardPlan) -> Int32:
+        """The number of the first block of queries of a query head: blocks are numbered in each head, heads in each batch."""
+        return (batch_idx * self.num_heads * self.group + head) * cute.ceil_div(self.seqlen_q, plan.tile.tile_m)
+
     def order(self, plan: BackwardPlan):
         """Of tiles. In both orders a head's n blocks come in rising order."""
         blocks = cute.ceil_div(self.seqlen_k, plan.tile.tile_n)
         if plan.is_causal:
-            # PERF: 4 query heads share 8 to 16 MB of Q, dO and dQ in L2.
+            # A section is counted in query heads, because their Q, dO and dQ are what its CTAs share in L2.
             heads = cutlass.max(plan.heads_per_section // self.group, 1)
             return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=False)
         return HeadAfterHead(blocks, self.num_heads)

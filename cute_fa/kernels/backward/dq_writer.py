@@ -1,7 +1,7 @@
 """dQ writer: the warp that adds dQ of one block of queries after another to the fp32 accumulator in global memory."""
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
 from cute_fa.device import barriers, semaphore, tma
 from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, BackwardGmem, BackwardSizes, BackwardSmem, Place
@@ -20,18 +20,18 @@ def add_dq(
         barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
     num_left = sizes.group * (place.m_end - place.m_begin)
     for g in cutlass.range(sizes.group, unroll=1):
-        head = place.head * sizes.group + g
+        first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
         for m_block in cutlass.range(place.m_begin, place.m_end, unroll=1):
-            block = gmem.dq[None, m_block, head, place.batch_idx].iterator
+            block = first_block + m_block
+            target = gmem.dq[Int64(block), None].iterator
             num_left -= 1
             for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
                 barriers.wait_buffer(barriers.BUFFER_FULL, warpgroup)
                 # Groups of bulk copies belong to a thread, so it is always the same one.
                 if lane == 0:
                     if cutlass.const_expr(plan.is_deterministic and warpgroup == 0):
-                        counter = gmem.semaphores[None, head, place.batch_idx].iterator + m_block
-                        semaphore.wait_for(counter, NUM_WARPGROUPS * place.n_block)
-                    tma.add_vector(smem.dq + warpgroup * half, block + warpgroup * half, half)
+                        semaphore.wait_for(gmem.semaphores.iterator + block, NUM_WARPGROUPS * place.n_block)
+                    tma.add_vector(smem.dq + warpgroup * half, target + warpgroup * half, half)
             for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
                 if lane == 0:
                     # SYNC: the buffer has been read.
@@ -42,7 +42,4 @@ def add_dq(
             if cutlass.const_expr(plan.is_deterministic):
                 if lane == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
-                    counter = gmem.semaphores[None, head, place.batch_idx].iterator + m_block
-                    semaphore.count_up(counter, Int32(NUM_WARPGROUPS))
-    if lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: before the grid counts as complete
+                    semaphore.count_up(gmem.semaphores.iterator + block, Int32(NUM_WARPGROUPS))

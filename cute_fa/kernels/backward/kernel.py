@@ -4,10 +4,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, hopper, mma, softmax, tma
+from cute_fa.device import barriers, hopper, mma, softmax, tma, view
 from cute_fa.device.smem import tile_layout
 from cute_fa.device.pipeline import Ring
 from cute_fa.kernels.backward import bundles, mainloop
@@ -23,10 +23,11 @@ from cute_fa.kernels.backward.bundles import (
     Place,
 )
 from cute_fa.kernels.backward.dq_writer import add_dq
+from cute_fa.kernels.backward.mainloop import At
 from cute_fa.kernels.backward.producer import load_tile
 from cute_fa.tuning import schedule
-from cute_fa.tuning.budget import REGISTER_SPLITS, SMEM_ALIGNMENT
-from cute_fa.tuning.plan import BackwardPlan
+from cute_fa.tuning.budget import NUM_STAGES, REGISTER_SPLITS, SMEM_ALIGNMENT
+from cute_fa.tuning.plan import BackwardPlan, symbol
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 
@@ -46,16 +47,18 @@ class BackwardKernel:
 
     Edges, producer -> consumer:
         K, V              load warp -> consumer warpgroups: TMA, once
-        Q and LSE, dO and delta  load warp -> consumer warpgroups: TMA, rings of num_q_stages and num_do_stages; a stage is
-                          freed by all consumer warps
-        dS (P)            consumer warpgroups -> each other: shared memory, num_ds_stages, one named barrier a step
+        Q and LSE, dO and delta
+                          load warp -> consumer warpgroups: TMA, two rings of NUM_STAGES; a stage is freed by all consumer warps
+        dS (P)            consumer warpgroups -> each other: shared memory, NUM_STAGES, one named barrier a step
         dQ                consumer warpgroup -> dQ writer: half of a staging buffer, fp32, two named barriers; or from registers
         dK, dV            consumer warpgroups -> warp 4: through the buffers of K and V, stored by TMA
     Limits: shared memory of plan.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
 
     What lies outside the sequences: TMA reads zeros; rows of queries have LSE = +inf, so P = 0; keys are masked.
 
-    Source: Dao 2023 (FlashAttention-2), algorithm 2, with the loops exchanged so that dK and dV stay in registers.
+    Delta comes from the 16-bit out, so where all of a row cancels, gradients keep an error of out's rounding.
+
+    Source: Dao 2023 (FlashAttention-2), algorithm 2.
     """
 
     def __init__(self, plan: BackwardPlan):
@@ -69,23 +72,22 @@ class BackwardKernel:
     def fake_arguments(self):
         """Arguments of `__call__` for the compiler: dtypes, ranks, and the alignment that TMA needs, checked at each call."""
         plan, size, stride = self.plan, cute.sym_int32, cute.sym_int64
-        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, padded, num_m_blocks = (size() for _ in range(9))
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, num_blocks = (size() for _ in range(8))
 
         def rows(*shape):
             strides = (*(stride(divisibility=8) for _ in range(3)), 1)
             return make_fake_tensor(self.dtype, shape, stride=strides, assumed_align=16)
 
-        def workspace(dtype, *shape):
-            strides = (*(stride(divisibility=4) for _ in shape[1:]), 1)
-            return make_fake_tensor(dtype, shape, stride=strides, assumed_align=16)
+        def blocks(*shape):
+            return make_fake_compact_tensor(Float32, (num_blocks, *shape), stride_order=(*range(len(shape), -1, -1),), assumed_align=16)
 
-        block = plan.tile.tile_m * plan.tile.head_dim
+        tile_m = plan.tile.tile_m
         k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
         return (
             (rows(batch, seqlen_q, heads_q, head_dim), k, v),
             rows(batch, seqlen_q, heads_q, head_dim_v),
-            workspace(Float32, 2, batch, heads_q, padded),
-            workspace(Float32, batch, heads_q, num_m_blocks, block) if plan.needs_dq else None,
+            blocks(2, tile_m),
+            blocks(tile_m * plan.tile.head_dim) if plan.needs_dq else None,
             (rows(*k.shape) if plan.needs_dk else None, rows(*v.shape) if plan.needs_dv else None),
             make_fake_tensor(Int32, (size(),), stride=(1,), assumed_align=4) if plan.is_deterministic else None,
             Float32(1.0),
@@ -100,15 +102,15 @@ class BackwardKernel:
         statistics: cute.Tensor,
         dq: cute.Tensor | None,
         gradients: tuple,
-        counters: cute.Tensor | None,
+        semaphores: cute.Tensor | None,
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
         """inputs: q, k, v. gradients: dk, dv. What the plan does not need is None.
 
-        q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: LSE and delta,
-        (2, batch, heads_q, seqlen_q padded to blocks). dq: (batch, heads_q, m_block, tile_m * head_dim), zeros. counters:
-        1 + batch * heads_q * m_blocks zeros, only for deterministic plans."""
+        q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: (block, 2,
+        tile_m), LSE and delta. dq: (block, tile_m * head_dim), zeros. semaphores: (block + 1,), zeros, only for deterministic
+        plans. Blocks: `BackwardSizes.first_block`."""
         plan, tile, (q, k, v), (dk, dv) = self.plan, self.plan.tile, inputs, gradients
         sizes = BackwardSizes(
             seqlen_q=q.shape[1],
@@ -121,25 +123,16 @@ class BackwardKernel:
         )
         layouts = self._smem_layouts()
         layout_K, layout_V, layout_Q, layout_dO, _ = layouts
-        atom_q, mQ = tma.load_atom(_rows_first(q), layout_Q, (tile.tile_m, tile.head_dim))
-        atom_do, mdO = tma.load_atom(_rows_first(dout), layout_dO, (tile.tile_m, tile.head_dim_v))
-        atom_k, mK = tma.load_atom(_rows_first(k), layout_K, (tile.tile_n, tile.head_dim))
-        atom_v, mV = tma.load_atom(_rows_first(v), layout_V, (tile.tile_n, tile.head_dim_v))
+        atom_q, mQ = tma.load_atom(view.rows_first(q), layout_Q, (tile.tile_m, tile.head_dim))
+        atom_do, mdO = tma.load_atom(view.rows_first(dout), layout_dO, (tile.tile_m, tile.head_dim_v))
+        atom_k, mK = tma.load_atom(view.rows_first(k), layout_K, (tile.tile_n, tile.head_dim))
+        atom_v, mV = tma.load_atom(view.rows_first(v), layout_V, (tile.tile_n, tile.head_dim_v))
         atom_dk, mdK, atom_dv, mdV = None, None, None, None
         if cutlass.const_expr(plan.needs_dk):
-            atom_dk, mdK = tma.store_atom(_rows_first(dk), layout_K, (tile.tile_n, tile.head_dim))
+            atom_dk, mdK = tma.store_atom(view.rows_first(dk), layout_K, (tile.tile_n, tile.head_dim))
         if cutlass.const_expr(plan.needs_dv):
-            atom_dv, mdV = tma.store_atom(_rows_first(dv), layout_V, (tile.tile_n, tile.head_dim_v))
-        dq_blocks, semaphores, ticket = None, None, None
-        if cutlass.const_expr(plan.needs_dq):
-            dq_blocks = cute.make_tensor(dq.iterator, cute.select(dq.layout, mode=[3, 2, 1, 0]))
-        if cutlass.const_expr(plan.is_deterministic):
-            ticket = counters.iterator
-            shape = (dq.shape[2], dq.shape[1], dq.shape[0])
-            semaphores = cute.make_tensor(counters.iterator + 1, cute.make_layout(shape))
-        by_row = (statistics[index, None, None, None] for index in range(2))
-        lse_log2, delta = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0])) for x in by_row)
-        scores, dq_mma = bundles.scores_product(self.dtype, tile), bundles.dq_product(self.dtype, tile)
+            atom_dv, mdV = tma.store_atom(view.rows_first(dv), layout_V, (tile.tile_n, tile.head_dim_v))
+        scores, dq_mma = bundles.scores_product(self.dtype, tile), bundles.dq_product(self.dtype, tile.dq)
         mmas = BackwardMmas(
             scores=scores,
             scores_add=scores,
@@ -148,12 +141,10 @@ class BackwardKernel:
             dq=dq_mma,
             dq_add=dq_mma,
         )
-        # What profilers show.
-        name = f"cute_fa_{plan.name}".replace("-", "_")
-        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel.set_name_prefix(symbol(plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_dk, atom_dv),
-            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, lse_log2, delta, dq_blocks, semaphores, ticket),
+            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, statistics, dq, semaphores),
             mmas,
             sizes,
             *layouts,
@@ -191,7 +182,8 @@ class BackwardKernel:
                     ring.init(WARPS_PER_WARPGROUP * NUM_WARPGROUPS)
                 if cutlass.const_expr(plan.is_deterministic):
                     # A CTA waits for those with smaller numbers, so they must have started.
-                    ticket_word.store(cute.arch.atomic_add(gmem.ticket, Int32(1)))
+                    ticket = gmem.semaphores.iterator + (gmem.semaphores.shape[0] - 1)
+                    ticket_word.store(cute.arch.atomic_add(ticket, Int32(1)))
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
         cute.arch.sync_threads()  # SYNC: barriers (and the ticket) before anyone waits at them
         number, _, _ = cute.arch.block_idx()
@@ -236,21 +228,17 @@ class BackwardKernel:
             pipes.v.wait_full(Int32(0), Int32(0))
         band = sizes.band(plan)
         last = sizes.group * (place.m_end - place.m_begin) - 1
-        at = lambda number, m_block, g, band: mainloop.At(  # noqa: E731
-            number, last, m_block, place.head * sizes.group + g, place, gmem, band
-        )
         if cutlass.const_expr(len(self.prologue)):
-            mainloop.run(w, self.prologue, at(Int32(-1), place.m_begin, 0, None))
+            mainloop.run(w, self.prologue, At(Int32(-1), last, place.m_begin, Int32(0), place, gmem, None))
         number = Int32(0)
         for g in cutlass.range(sizes.group, unroll=1):
+            first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
             for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
-                mainloop.run(w, self.steps, at(number, m_block, g, band))
+                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, place, gmem, band))
                 number += 1
             for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
-                mainloop.run(w, self.steps, at(number, m_block, g, None))
+                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, place, gmem, None))
                 number += 1
-        # The last S of a schedule that looks ahead.
-        mma.wait(0)
         if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
             self._store(atoms, gmem, mmas, smem, sizes, place, w)
 
@@ -293,7 +281,7 @@ class BackwardKernel:
             x.get_slice(warpgroup * WARPGROUP_THREADS) for x in (mmas.scores, mmas.dv, mmas.dk, mmas.dq)
         )
         acc_S, acc_dP = (thread_S.make_fragment_C(thread_S.partition_shape_C((tile.tile_n, tile.tile_m))) for _ in range(2))
-        sKt, sdSt = mma.transposed(smem.sK), mma.transposed(smem.sdS)
+        sKt, sdSt = view.transposed(smem.sK), view.transposed(smem.sdS)
         if tile.has_p_in_smem:
             rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
             tdVrP = mmas.dv.make_fragment_A(thread_dV.partition_A(smem.sP))
@@ -304,8 +292,8 @@ class BackwardKernel:
             tdKrdS = thread_dK.make_fragment_A(thread_dK.partition_shape_A((tile.tile_n, tile.tile_m)))
             # A 16-bit accumulator has the order of an A operand.
             rP, rdS = (cute.make_tensor(x.iterator, acc_S.layout) for x in (tdVrP, tdKrdS))
-            dQ_operands = (sKt, smem.sdS) if tile.has_transposed_dq else (smem.sdS, sKt)
-        dQ_shape = (tile.head_dim, tile.tile_m) if tile.has_transposed_dq else (tile.tile_m, tile.head_dim)
+            dQ_operands = (sKt, smem.sdS) if tile.dq.is_transposed else (smem.sdS, sKt)
+        dQ_shape = (tile.head_dim, tile.tile_m) if tile.dq.is_transposed else (tile.tile_m, tile.head_dim)
         warp_row = (thread // 32) % WARPS_PER_WARPGROUP * 16 + lane // 4
         # Of S^T, where a warpgroup has its own keys, or its own queries.
         row = warp_row if tile.has_p_in_smem else warpgroup * mma.ROWS_PER_WARPGROUP + warp_row
@@ -328,9 +316,9 @@ class BackwardKernel:
             tdPrV=mmas.scores.make_fragment_A(thread_S.partition_A(smem.sV)),
             tdPrdO=mmas.scores.make_fragment_B(thread_S.partition_B(smem.sdO)),
             tdVrP=tdVrP,
-            tdVrdO=mmas.dv.make_fragment_B(thread_dV.partition_B(mma.transposed(smem.sdO))),
+            tdVrdO=mmas.dv.make_fragment_B(thread_dV.partition_B(view.transposed(smem.sdO))),
             tdKrdS=tdKrdS,
-            tdKrQ=mmas.dk.make_fragment_B(thread_dK.partition_B(mma.transposed(smem.sQ))),
+            tdKrQ=mmas.dk.make_fragment_B(thread_dK.partition_B(view.transposed(smem.sQ))),
             tdQrA=mmas.dq.make_fragment_A(thread_dQ.partition_A(dQ_operands[0])),
             tdQrB=mmas.dq.make_fragment_B(thread_dQ.partition_B(dQ_operands[1])),
             acc_S=acc_S,
@@ -363,14 +351,14 @@ class BackwardKernel:
         """Swizzled layouts of sK, sV, sQ, sdO and sdS, last mode the stage."""
         tile, dtype = self.plan.tile, self.dtype
         share = 2 if tile.has_p_in_smem else 1
-        columns_K = min(bundles.dq_columns(tile), tile.head_dim // share)
+        columns_K = min(bundles.dq_columns(tile.dq), tile.head_dim // share)
         ds_shape = (tile.tile_n, tile.tile_m) if tile.has_p_in_smem else (tile.tile_m, tile.tile_n)
         return (
             tile_layout(dtype, tile.tile_n, tile.head_dim, 1, columns_K),
             tile_layout(dtype, tile.tile_n, tile.head_dim_v, 1, tile.head_dim_v // share),
-            tile_layout(dtype, tile.tile_m, tile.head_dim, tile.num_q_stages, tile.head_dim // share),
-            tile_layout(dtype, tile.tile_m, tile.head_dim_v, tile.num_do_stages, tile.head_dim_v // share),
-            tile_layout(dtype, *ds_shape, tile.num_ds_stages),
+            tile_layout(dtype, tile.tile_m, tile.head_dim, NUM_STAGES, tile.head_dim // share),
+            tile_layout(dtype, tile.tile_m, tile.head_dim_v, NUM_STAGES, tile.head_dim_v // share),
+            tile_layout(dtype, *ds_shape, NUM_STAGES),
         )
 
     def _allocate(self, layout_K, layout_V, layout_Q, layout_dO, layout_dS):
@@ -379,12 +367,12 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": tile.num_q_stages, "do": tile.num_do_stages, "k": 1, "v": 1}
+        stages = {"q": NUM_STAGES, "do": NUM_STAGES, "k": 1, "v": 1}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
         }
-        vectors = {"lse": tile.tile_m * tile.num_q_stages, "delta": tile.tile_m * tile.num_do_stages}
+        vectors = {"lse": tile.tile_m * NUM_STAGES, "delta": tile.tile_m * NUM_STAGES}
         if tile.has_dq_staging:
             vectors["dq"] = tile.tile_m * tile.head_dim
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
@@ -395,8 +383,7 @@ class BackwardKernel:
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
         }
         sLSE, sDelta = (
-            getattr(storage, name).get_tensor(cute.make_layout((tile.tile_m, stages[ring])))
-            for name, ring in (("lse", "q"), ("delta", "do"))
+            getattr(storage, name).get_tensor(cute.make_layout((tile.tile_m, NUM_STAGES))) for name in ("lse", "delta")
         )
         pipes = BackwardPipes(
             *(Ring(getattr(storage, f"{name}_barriers").data_ptr(), stages[name]) for name in ("q", "do", "k", "v"))
@@ -415,12 +402,7 @@ class BackwardKernel:
         return smem, pipes, storage.ticket.data_ptr()
 
 
-def _rows_first(tensor):
-    """(batch, rows, heads, dim) as (rows, dim, heads, batch)."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-
-
 def _store_tile(atom, smem, mTensor, tile, place):
     """Run by one whole warp: leaves the store of a tile in flight."""
-    source, target = tma.partition(atom, smem, cute.local_tile(mTensor, tile, (None, 0, None, None)))
+    source, target = tma.partition(atom, smem, view.row_tiles(mTensor, tile))
     cute.copy(atom, source[None, 0], target[None, place.n_block, place.head, place.batch_idx])

@@ -3,15 +3,16 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from cute_fa.device import barriers, mask, mma, register, semaphore
 from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, BackwardGmem, Consumer, Place, dq_fragment
+from cute_fa.tuning.budget import NUM_STAGES
 from cute_fa.tuning.schedule import Step
 
 
 class At(NamedTuple):
-    """Where a step is: its number among the CTA's steps, of the last one too, and the block and head of queries.
+    """Where a step is: its number among the CTA's steps, and the last one; the block of queries, in its head and among all.
 
     band: of the masked steps, None where every query sees every key of the tile.
     """
@@ -19,7 +20,7 @@ class At(NamedTuple):
     number: Int32
     last: Int32
     m_block: Int32
-    head: Int32
+    block: Int32
     place: Place
     gmem: BackwardGmem
     band: object
@@ -51,7 +52,7 @@ def _scores(w, at, step):
 
 
 def _next_scores(w, at, step):
-    """Behind the last step: of a stage that holds older queries, and never read. A branch round a product would serialise it."""
+    """Behind the last step: of whatever the stage holds, and never read. A branch round a product would serialise it."""
     index, phase = _ring(w.pipes.q, at.number + 1)
     _wait_full_if(at.number < at.last, w.pipes.q.full(index), phase)
     _issue_scores_of_stage(w, index)
@@ -87,12 +88,12 @@ def _operand(w, fragment, at):
 
 
 def _ds_stage(w, at):
-    return at.number % w.plan.tile.num_ds_stages
+    return at.number % NUM_STAGES
 
 
 def _dq(w, at, step):
     stage = _ds_stage(w, at)
-    stages = (0, stage) if w.plan.tile.has_transposed_dq else (stage, 0)
+    stages = (0, stage) if w.plan.tile.dq.is_transposed else (stage, 0)
     a, b = (fragment[None, None, None, index] for fragment, index in zip((w.tdQrA, w.tdQrB), stages))
     mma.issue(w.mmas.dq, w.mmas.dq_add, w.acc_dQ, a, b)
 
@@ -175,16 +176,15 @@ def _store_dq(w, at, step):
     thread = w.thread % 128
     if w.plan.tile.has_dq_staging:
         barriers.wait_buffer(barriers.BUFFER_FREE, w.warpgroup)
-        cute.autovec_copy(values, dq_fragment(w.smem.dq, w.warpgroup, thread, w.plan.tile))
+        cute.autovec_copy(values, dq_fragment(w.smem.dq, w.warpgroup, thread, w.plan.tile.dq))
         cute.arch.fence_proxy("async.shared", space="cta")  # SYNC: stores before what the bulk addition reads
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
-    block = at.gmem.dq[None, at.m_block, at.head, at.place.batch_idx].iterator
     if w.plan.is_deterministic:
-        counter = at.gmem.semaphores[None, at.head, at.place.batch_idx].iterator + at.m_block
+        counter = at.gmem.semaphores.iterator + at.block
         _wait_in_first_thread(counter, NUM_WARPGROUPS * at.place.n_block, thread)
         barriers.sync_warpgroup(w.warpgroup)  # SYNC: behind the thread that waited
-    target = dq_fragment(block, w.warpgroup, thread, w.plan.tile)
+    target = dq_fragment(at.gmem.dq[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
     base = target.iterator.toint()
     for vector in range(count // 4):
         cute.arch.inline_ptx(

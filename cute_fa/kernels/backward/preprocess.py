@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.device import mma, softmax
-from cute_fa.tuning.plan import PreprocessPlan
+from cute_fa.tuning.plan import PreprocessPlan, symbol
 
 NUM_THREADS = 128
 VECTOR = 8  # elements that a thread reads of a row, 16 bytes
@@ -36,8 +36,8 @@ class PreprocessKernel:
             strides = stride(), stride(), stride()
             return make_fake_tensor(Float32, (batch, heads, seqlen_q), stride=strides, assumed_align=4)
 
-        strides = (*(stride(divisibility=4) for _ in range(3)), 1)
-        statistics = make_fake_tensor(Float32, (2, batch, heads, size()), stride=strides, assumed_align=16)
+        strides = stride(divisibility=4), stride(divisibility=4), 1
+        statistics = make_fake_tensor(Float32, (size(), 2, size()), stride=strides, assumed_align=16)
         return rows(), rows(), per_row(), per_row(), Int32(0), statistics, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
@@ -52,13 +52,13 @@ class PreprocessKernel:
         stream: cuda.CUstream,
     ):
         """out, dout: (batch, seqlen_q, heads, head_dim_v). lse, dlse: (batch, heads, seqlen_q); without has_dlse, dlse is not
-        read. statistics: (2, batch, heads, seqlen_q padded to blocks): LSE in units of log2, and delta.
+        read. statistics: (block, 2, tile_m), written: LSE in units of log2, and delta; blocks as `BackwardSizes.first_block`
+        numbers them.
 
         Rows without a key and padding have LSE = +inf, so that P = 0, and delta = 0."""
-        name = f"cute_fa_{self.plan.name}".replace("-", "_")
-        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        rows_per_block = NUM_THREADS // self.lanes_per_row
-        grid = (cute.ceil_div(statistics.shape[3], rows_per_block) * out.shape[2] * out.shape[0], 1, 1)
+        self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
+        rows_per_block = NUM_THREADS // self.lanes_per_row  # divides tile_m
+        grid = (statistics.shape[0] * (statistics.shape[2] // rows_per_block), 1, 1)
         self.kernel(out, dout, lse, dlse, has_dlse, statistics).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -72,13 +72,16 @@ class PreprocessKernel:
         statistics: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        number, _, _ = cute.arch.block_idx()
         rows_per_block = NUM_THREADS // self.lanes_per_row
-        num_blocks = cute.ceil_div(statistics.shape[3], rows_per_block)
-        pair = block // num_blocks
+        tile_m = statistics.shape[2]
+        parts = tile_m // rows_per_block
+        block = number // parts
+        row_of_block = (number - block * parts) * rows_per_block + thread // self.lanes_per_row
+        num_m_blocks = cute.ceil_div(out.shape[1], tile_m)
+        pair = block // num_m_blocks
         batch_idx = pair // out.shape[2]
-        head = pair - batch_idx * out.shape[2]
-        row = (block - pair * num_blocks) * rows_per_block + thread // self.lanes_per_row
+        head, row = pair - batch_idx * out.shape[2], (block - pair * num_m_blocks) * tile_m + row_of_block
         lane = thread % self.lanes_per_row
         is_row = row < out.shape[1]
         rO, rdO = (cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2))
@@ -91,7 +94,7 @@ class PreprocessKernel:
         products = rO.load().to(Float32) * rdO.load().to(Float32)
         delta = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.lanes_per_row)
-        if lane == 0 and row < statistics.shape[3]:
+        if lane == 0:
             lse_log2 = Float32.inf
             has_key = cutlass.Boolean(False)
             if is_row:
@@ -101,5 +104,5 @@ class PreprocessKernel:
                     has_key = cutlass.Boolean(True)
                 if has_dlse != 0:
                     delta = delta - dlse[batch_idx, head, row]
-            statistics[0, batch_idx, head, row] = lse_log2
-            statistics[1, batch_idx, head, row] = delta if has_key else Float32(0.0)
+            statistics[block, 0, row_of_block] = lse_log2
+            statistics[block, 1, row_of_block] = delta if has_key else Float32(0.0)

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma
+from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma, view
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
 from cute_fa.kernels.forward import mainloop
@@ -23,7 +23,7 @@ from cute_fa.kernels.forward.bundles import (
 )
 from cute_fa.kernels.forward.producer import load_tiles
 from cute_fa.tuning.budget import REGISTER_SPLITS, SMEM_ALIGNMENT
-from cute_fa.tuning.plan import ForwardPlan
+from cute_fa.tuning.plan import ForwardPlan, symbol
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 
@@ -91,8 +91,8 @@ class ForwardKernel:
         """q, out: (batch, seqlen_q, heads_q, dim). k, v: (batch, seqlen_k, heads_kv, dim). lse: (batch, heads_q, seqlen_q).
         counter: two zeros, zero again when the launch is over; no other launch may use it meanwhile."""
         tile, num_warpgroups = self.plan.tile, self.plan.tile.num_consumer_warpgroups
-        mQ, mK, mO = (_transposed(x, (1, 3, 2, 0)) for x in (q, k, out))
-        mVt = _transposed(v, (3, 1, 2, 0))
+        mQ, mK, mO = (view.rows_first(x) for x in (q, k, out))
+        mVt = view.reordered(v, (3, 1, 2, 0))
         sizes = ForwardSizes(
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -110,12 +110,10 @@ class ForwardKernel:
         atom_o, coord_O = tma.store_atom(mO, box_layout, box)
         scores = mma.scores_mma(self.dtype, num_warpgroups, tile.tile_n)
         values = mma.values_mma(self.dtype, num_warpgroups, tile.head_dim_v)
-        # What profilers show.
-        name = f"cute_fa_{self.plan.name}".replace("-", "_")
-        self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             ForwardTma(atom_q, atom_k, atom_v, atom_o),
-            ForwardGmem(coord_Q, coord_K, coord_Vt, coord_O, mO, _transposed(lse, (2, 1, 0)), counter),
+            ForwardGmem(coord_Q, coord_K, coord_Vt, coord_O, mO, view.reordered(lse, (2, 1, 0)), counter),
             ForwardMmas(scores, scores, values),
             sizes,
             *layouts,
@@ -293,10 +291,6 @@ class ForwardKernel:
         )
         sO = tensors["o"][None, None, 0] if tile.has_o_staging else None
         return ForwardSmem(tensors["q"], tensors["k"], tensors["v"], sO), pipes
-
-
-def _transposed(tensor, modes):
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 @cute.jit
