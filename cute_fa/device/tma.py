@@ -1,6 +1,6 @@
 """TMA: copies of tiles between global and shared memory, whose descriptors are kernel parameters, and of plain vectors."""
 
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_fa.device.pipeline import Ring
@@ -40,12 +40,9 @@ def load(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, ring: Ring, 
     cute.copy(atom, gmem, smem[None, index], tma_bar_ptr=ring.full(index))
 
 
-@cute.jit
-def load_vector(gmem: cute.Tensor, smem: cute.Tensor, ring: Ring, index: Int32):
-    """Run by the whole load warp behind `load`, whose num_bytes counts this copy too: fp32, contiguous, 16-byte aligned."""
-    # Unlike a copy of tiles, a copy of a vector elects no lane.
-    with cute.arch.elect_one():
-        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), gmem, smem, mbar_ptr=ring.full(index))
+def load_beside(atom, gmem, smem, ring: Ring, index):
+    """Run by the whole load warp behind `load`, whose num_bytes counts this copy too: another tile for the same stage."""
+    cute.copy(atom, gmem, smem[None, index], tma_bar_ptr=ring.full(index))
 
 
 def add_vector(smem, gmem, count: int):

@@ -157,11 +157,7 @@ NUM_STAGES = 2
 
 @cute.kernel
 def vectors_kernel(
-    atom: cute.CopyAtom,
-    coord_X: cute.Tensor,
-    vector: cute.Tensor,
-    seen: tuple[cute.Tensor, cute.Tensor],
-    layout: cute.ComposedLayout,
+    atoms: tuple, coords: tuple, seen: tuple[cute.Tensor, cute.Tensor], layout: cute.ComposedLayout
 ):
     """Warp 0 loads blocks, warps 1 and 2 write what they see: of tiles (row, column), of vectors (row,)."""
     thread = cute.arch.thread_idx()[0]
@@ -174,29 +170,27 @@ def vectors_kernel(
     storage = hopper.SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": fields})))
     ring = Ring(storage.barriers.data_ptr(), NUM_STAGES)
     sX = storage.tiles.get_tensor(layout.outer, swizzle=layout.inner)
-    sVector = storage.vectors.get_tensor(cute.make_layout((ROWS_OF_VECTOR, NUM_STAGES)))
+    sVector = storage.vectors.get_tensor(cute.make_layout((ROWS_OF_VECTOR, 1, NUM_STAGES)))
     if warp == 0:
         with cute.arch.elect_one():
             ring.init(2)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     if warp == 0:
-        load_blocks(atom, coord_X, vector, sX, sVector, ring)
+        load_blocks(atoms, coords, sX, sVector, ring)
     else:
         see_blocks(seen, sX, sVector, ring, thread - 32)
 
 
 @cute.jit
-def load_blocks(
-    atom: cute.CopyAtom, coord_X: cute.Tensor, vector: cute.Tensor, sX: cute.Tensor, sVector: cute.Tensor, ring: Ring
-):
-    tXsX, tXgX = tma.partition(atom, sX, cute.local_tile(coord_X, (ROWS_OF_VECTOR, COLUMNS), (None, 0)))
-    gVector = cute.local_tile(vector, (ROWS_OF_VECTOR,), (None,))
+def load_blocks(atoms: tuple, coords: tuple, sX: cute.Tensor, sVector: cute.Tensor, ring: Ring):
+    tXsX, tXgX = tma.partition(atoms[0], sX, cute.local_tile(coords[0], (ROWS_OF_VECTOR, COLUMNS), (None, 0)))
+    tsVector, tgVector = tma.partition(atoms[1], sVector, cute.local_tile(coords[1], (ROWS_OF_VECTOR, 1), (0, None)))
     state = ring.state(PRODUCER)
     for block in cutlass.range(NUM_VECTORS, unroll=1):
         num_bytes = 2 * ROWS_OF_VECTOR * COLUMNS + 4 * ROWS_OF_VECTOR
-        tma.load(atom, tXgX[None, block], tXsX, ring, state.index, state.phase, num_bytes)
-        tma.load_vector(gVector[None, block], sVector[None, state.index], ring, state.index)
+        tma.load(atoms[0], tXgX[None, block], tXsX, ring, state.index, state.phase, num_bytes)
+        tma.load_beside(atoms[1], tgVector[None, block], tsVector, ring, state.index)
         state.advance()
 
 
@@ -208,7 +202,7 @@ def see_blocks(
     state = ring.state(CONSUMER)
     for block in cutlass.range(NUM_VECTORS, unroll=1):
         ring.wait_full(state.index, state.phase)
-        vectors[block * ROWS_OF_VECTOR + row] = sVector[row, state.index]
+        vectors[block * ROWS_OF_VECTOR + row] = sVector[row, 0, state.index]
         for column in cutlass.range(COLUMNS):
             tiles[block * ROWS_OF_VECTOR + row, column] = sX[row, column, state.index]
         cute.arch.sync_warp()  # SYNC: all lanes have read before one of them says so
@@ -221,8 +215,11 @@ def launch_vectors(
     x: cute.Tensor, vector: cute.Tensor, tiles: cute.Tensor, vectors: cute.Tensor, stream: cuda.CUstream
 ):
     layout = tile_layout(BFloat16, ROWS_OF_VECTOR, COLUMNS, NUM_STAGES)
-    atom, coord_X = tma.load_atom(x, layout, (ROWS_OF_VECTOR, COLUMNS))
-    vectors_kernel(atom, coord_X, vector, (tiles, vectors), layout).launch(
+    columns = cute.make_tensor(vector.iterator, cute.make_layout((ROWS_OF_VECTOR, NUM_VECTORS)))
+    layout_of_vector = cute.make_layout((ROWS_OF_VECTOR, 1, NUM_STAGES))
+    atom_x, coord_X = tma.load_atom(x, layout, (ROWS_OF_VECTOR, COLUMNS))
+    atom_vector, coord_vector = tma.load_atom(columns, layout_of_vector, (ROWS_OF_VECTOR, 1))
+    vectors_kernel((atom_x, atom_vector), (coord_X, coord_vector), (tiles, vectors), layout).launch(
         grid=(1, 1, 1), block=(96, 1, 1), stream=stream
     )
 
@@ -233,7 +230,7 @@ def load_vectors(build):
     return build(launch_vectors, *[(BFloat16, (rows, COLUMNS)), (Float32, (rows,))] * 2)
 
 
-def test_load_vector_compiles(load_vectors):
+def test_load_beside_compiles(load_vectors):
     assert callable(load_vectors), "for sm_90a"
 
 

@@ -25,7 +25,7 @@ class BackwardGmem:
 
     mQ, mdO: (seqlen_q, dim, heads_q, batch). mK, mV, mdK, mdV: (seqlen_k, dim, heads_kv, batch).
     Of each block of queries, numbered by `BackwardSizes.first_block`:
-    statistics: (block, 2, tile_m), fp32: LSE and delta.
+    mStatistics: (tile_m, 2 * block + i), fp32: LSE with i = 0, delta with i = 1.
     dq: (block, tile_m * head_dim), fp32 zeros, to which CTAs add; a block has the order of `dq_product`.
     semaphores: (block,), zeros: how many warpgroups have added to it. Behind the last one is the ticket, a zero.
     """
@@ -36,7 +36,7 @@ class BackwardGmem:
     mV: cute.Tensor
     mdK: cute.Tensor | None
     mdV: cute.Tensor | None
-    statistics: cute.Tensor
+    mStatistics: cute.Tensor
     dq: cute.Tensor | None
     semaphores: cute.Tensor | None
 
@@ -49,6 +49,7 @@ class BackwardTma:
     do: cute.CopyAtom
     k: cute.CopyAtom
     v: cute.CopyAtom
+    statistics: cute.CopyAtom
     dk: cute.CopyAtom | None
     dv: cute.CopyAtom | None
 
@@ -152,7 +153,7 @@ class Place:
 @dataclass(frozen=True)
 class BackwardSmem:
     """sK: (tile_n, head_dim). sV: (tile_n, head_dim_v); dK and dV leave through them. sQ: (tile_m, head_dim, stage).
-    sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
+    sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, 1, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
     (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers."""
 
     sK: cute.Tensor

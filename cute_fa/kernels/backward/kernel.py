@@ -127,6 +127,9 @@ class BackwardKernel:
         atom_do, mdO = tma.load_atom(view.rows_first(dout), layout_dO, (tile.tile_m, tile.head_dim_v))
         atom_k, mK = tma.load_atom(view.rows_first(k), layout_K, (tile.tile_n, tile.head_dim))
         atom_v, mV = tma.load_atom(view.rows_first(v), layout_V, (tile.tile_n, tile.head_dim_v))
+        rows = cute.make_layout((tile.tile_m, 2 * statistics.shape[0]), stride=(1, tile.tile_m))
+        by_row = cute.make_tensor(statistics.iterator, rows)
+        atom_statistics, mStatistics = tma.load_atom(by_row, self._statistics_layout(), (tile.tile_m, 1))
         atom_dk, mdK, atom_dv, mdV = None, None, None, None
         if cutlass.const_expr(plan.needs_dk):
             atom_dk, mdK = tma.store_atom(view.rows_first(dk), layout_K, (tile.tile_n, tile.head_dim))
@@ -143,8 +146,8 @@ class BackwardKernel:
         )
         self.kernel.set_name_prefix(symbol(plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_dk, atom_dv),
-            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, statistics, dq, semaphores),
+            BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_statistics, atom_dk, atom_dv),
+            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, mStatistics, dq, semaphores),
             mmas,
             sizes,
             *layouts,
@@ -175,7 +178,7 @@ class BackwardKernel:
         lane = thread % 32
         smem, pipes, ticket_word = self._allocate(layout_K, layout_V, layout_Q, layout_dO, layout_dS)
         if warp_idx == 0:
-            for atom in (atoms.k, atoms.v, atoms.q, atoms.do):
+            for atom in (atoms.k, atoms.v, atoms.q, atoms.do, atoms.statistics):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
@@ -301,7 +304,7 @@ class BackwardKernel:
         column = 2 * (lane % 4) + (warpgroup * num_columns if tile.has_p_in_smem else 0)
 
         def statistics(x):
-            layout = cute.make_layout((2, num_columns // 8, cute.size(x, mode=[1])), stride=(1, 8, tile.tile_m))
+            layout = cute.make_layout((2, num_columns // 8, NUM_STAGES), stride=(1, 8, tile.tile_m))
             return cute.make_tensor(x.iterator + column, layout)
 
         rLSE = cute.make_rmem_tensor((2, num_columns // 8), Float32)
@@ -361,6 +364,10 @@ class BackwardKernel:
             tile_layout(dtype, *ds_shape, NUM_STAGES),
         )
 
+    def _statistics_layout(self):
+        """Of sLSE and sDelta."""
+        return cute.make_layout((self.plan.tile.tile_m, 1, NUM_STAGES))
+
     def _allocate(self, layout_K, layout_V, layout_Q, layout_dO, layout_dS):
         """Shared memory as `BackwardTile.smem_bytes` counts it; buffers of tiles first, so that there are no gaps."""
         tile = self.plan.tile
@@ -383,7 +390,7 @@ class BackwardKernel:
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
         }
         sLSE, sDelta = (
-            getattr(storage, name).get_tensor(cute.make_layout((tile.tile_m, NUM_STAGES))) for name in ("lse", "delta")
+            getattr(storage, name).get_tensor(self._statistics_layout()) for name in ("lse", "delta")
         )
         pipes = BackwardPipes(
             *(Ring(getattr(storage, f"{name}_barriers").data_ptr(), stages[name]) for name in ("q", "do", "k", "v"))

@@ -162,10 +162,10 @@ def test_scores_far_from_those_of_padding(head_dim, score, dtype, causal):
     for seqlens in ((200, 333), (333, 200), (130, 130), (1, 65)):
         q, k, v = tensors(*seqlens, head_dim, dtype)
         q, k = q * 0.01, k * 0.01
-        k[..., 0] = score / 300
+        k[..., 0] = score / 30000
         for every in (1, 2):  # all rows; every second one, so that a tile has both kinds
             q[..., 0] = 0.0
-            q[:, ::every, :, 0] = 300.0
+            q[:, ::every, :, 0] = 30000.0
             check(q, k, v, causal=causal, softmax_scale=1.0)
 
 
