@@ -129,25 +129,30 @@ def outcome(row: Mapping[str, object]) -> str:
 
 
 def set_up(case: Case, backends: Mapping[str, Setup], device: str) -> dict[str, Entry]:
-    """An entry for each backend. What raises, or differs from the first peer that runs, has a reason and no run.
+    """An entry for each backend. What raises, or differs from what most contestants compute, has a reason and no run.
 
     Each contestant makes its first call here, so everything is compiled before anyone is timed.
     """
     inputs = make_inputs(case.problem, device)
-    entries, first, expected_tensors = {}, "", ()
+    entries, results = {}, {}
     # Ours comes last, so that a fault of ours does not cost the peers their rows.
     for name, setup in sorted(backends.items(), key=lambda item: item[0] == "cute_fa"):
         try:
-            entry = setup(case, inputs)
-            if entry.run:
-                tensors = entry.run(1)
-                if not first:
-                    first, expected_tensors = name, tensors
-                elif (difference := max_difference(tensors, expected_tensors)) > MAX_DIFFERENCE:
-                    entry = Entry(None, f"differs from {first} by {difference:.2g} of the norm", entry.config)
+            entries[name] = setup(case, inputs)
+            if entries[name].run:
+                results[name] = entries[name].run(1)
         except Exception as error:
-            entry = Entry(None, describe(error))
-        entries[name] = entry
+            entries[name] = Entry(None, describe(error))
+    differences = {(a, b): max_difference(results[a], results[b]) for a in results for b in results}
+
+    def num_agreeing(name: str) -> int:
+        return sum(differences[other, name] <= MAX_DIFFERENCE for other in results)
+
+    first = max(results, key=num_agreeing, default="")
+    for name in results:
+        if differences[name, first] > MAX_DIFFERENCE:
+            reason = f"differs from {first} by {differences[name, first]:.2g} of the norm"
+            entries[name] = Entry(None, reason, entries[name].config)
     return {name: entries[name] for name in backends}
 
 

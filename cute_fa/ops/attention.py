@@ -284,8 +284,12 @@ def _autograd_backward(ctx, dout, dlse, _dprobs):
     if dout is None:
         dout = torch.zeros_like(out)
     needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
-    call = (*needs, *tensors, *ctx.scalars)
-    grads = torch.ops.cute_fa.attention_backward.default(dout, dlse, q, k, v, out, lse, *call)
+    arguments = dout, dlse, q, k, v, out, lse, *needs, *tensors, *ctx.scalars
+    if q.is_cuda and not torch.is_grad_enabled() and _is_eager(q, k, v, dout):
+        # As in `dense`, without the operator, which is there for who looks on and to refuse a second derivative.
+        grads = _backward_cuda(*arguments)
+    else:
+        grads = torch.ops.cute_fa.attention_backward.default(*arguments)
     by_input = {index: grad for index, grad, is_needed in zip(_GRADIENT_OF, grads, needs) if is_needed}
     return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
 

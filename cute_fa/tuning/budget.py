@@ -156,7 +156,7 @@ class BackwardTile:
 
     @property
     def has_tight_registers(self) -> bool:
-        """Whether lse or delta, two columns in eight of a block for each thread, take of what else needs registers."""
+        """Whether lse or delta, of which a thread holds two columns in eight, have to live on OTHER_REGISTERS."""
         statistics = self.tile_m // 4
         return self.registers_per_thread + statistics > _available_registers(self)
 

@@ -7,7 +7,7 @@ from cute_fa.tuning.budget import BackwardTile, ForwardTile
 from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan
 
 # Compiled sizes of head_dim and head_dim_v. TMA fills what is missing with zeros and cuts what is too much. The widest
-# TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so a tile never has a box that holds nothing.
+# TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so no box of the forward holds nothing.
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 
 # Keys a block, best first: the more, the fewer barriers and rescales for the same work.

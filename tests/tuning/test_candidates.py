@@ -27,7 +27,7 @@ def needs_of(plan) -> tuple[bool, bool, bool]:
 
 def test_few_and_different():
     plans = checked_plans()
-    assert len(plans) <= 400, f"{len(plans)} plans of two seconds each"
+    assert len(plans) <= 270, f"{len(plans)} plans of two seconds each"
     assert len(set(plans)) == len(plans), "a plan comes twice"
     assert len({plan.name for plan in plans}) == len(plans), "two plans have one name"
 
@@ -43,12 +43,13 @@ def test_every_pair_of_tiles_with_each_dtype_and_mask():
         assert found == set(itertools.product(dtypes, (False, True))), f"{dtypes} of {pair}, got {found}"
 
 
-def test_variants_of_every_pair_of_tiles():
+def test_variants_of_three_dims():
     """fp16 has another schedule than bf16 where both dims are 64."""
     subsets = {needs for needs in itertools.product((False, True), repeat=3) if any(needs) and not all(needs)}
     wanted = {(True, (True, True, True)), *((False, needs) for needs in subsets)}
     plans = [plan for plan in of_kind(BackwardPlan) if plan.is_causal]
-    for dtype, *pair in (*itertools.product(("bfloat16",), TILES, TILES), ("float16", 64, 64)):
+    dims = 64, 128, 256
+    for dtype, *pair in (*itertools.product(("bfloat16",), dims, dims), ("float16", 64, 64)):
         of_pair = [plan for plan in plans if plan.dtype == dtype and pair_of(plan) == tuple(pair)]
         found = {(plan.is_deterministic, needs_of(plan)) for plan in of_pair}
         assert found >= wanted, f"{dtype} {pair}: got {found}"
@@ -79,12 +80,10 @@ def test_what_forward_calls_get_is_checked():
 
 
 def test_what_backward_calls_get_is_checked():
-    """Of the kernel after the main one, that of the same name: its tile has parts that it does not depend on."""
     bf16 = {plan.name.replace("fp16", "bf16") for plan in of_kind(BackwardPlan)}
     plans = set(checked_plans())
-    names = {plan.name for plan in plans}
     for problem in problems_of([(2, 300, 300)], (16,)):
         main, before, after = backward_plans(problem)
         assert main == backward_plan(problem), "the main kernel is the first"
         assert main in plans or main.name.replace("fp16", "bf16") in bf16, f"{main.name}, or in bf16, for {problem}"
-        assert before in plans and after.name in names, f"{before.name} and {after.name} for {problem}"
+        assert before in plans and after in plans, f"{before.name} and {after.name} for {problem}"

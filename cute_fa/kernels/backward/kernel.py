@@ -8,8 +8,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, hopper, mma, softmax, tma, view
-from cute_fa.device.smem import tile_layout
 from cute_fa.device.pipeline import Ring
+from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.backward import bundles, mainloop
 from cute_fa.kernels.backward.bundles import (
     NUM_WARPGROUPS,

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from cute_fa.device import barriers, mask, mma, register, semaphore

@@ -45,4 +45,3 @@ def load_tile(
             tma.load(atoms.do, gdO, tdOsdO, pipes.do, state.index, state.phase, do_bytes + 4 * tile.tile_m)
             tma.load_beside(atoms.statistics, tgStatistics[None, number + 1], tsDelta, pipes.do, state.index)
             state.advance()
-
