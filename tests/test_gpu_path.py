@@ -11,6 +11,7 @@ import torch
 
 import cute_fa
 from cute_fa.ops.attention import Call
+from cute_fa.testing.inputs import LAYOUTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -24,29 +25,7 @@ def qkv(batch=2, seqlen=300, heads=4, head_dim=64, dtype=BF16, device="cuda", se
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
 
 
-def sliced(x):
-    """Every second row and head of a larger tensor."""
-    batch, seqlen, heads, head_dim = x.shape
-    larger = torch.full((batch, 2 * seqlen, 2 * heads, head_dim), torch.nan, dtype=x.dtype, device=x.device)
-    larger[:, ::2, ::2] = x
-    return larger[:, ::2, ::2]
-
-
-def padded(x, by):
-    """Rows `by` elements longer than head_dim."""
-    return torch.nn.functional.pad(x, (0, by), value=torch.nan)[..., : x.shape[-1]]
-
-
-LAYOUTS = {
-    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "batch-inside": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
-    "sliced": sliced,
-    "rows-of-72": lambda x: padded(x, 8),
-    "rows-of-67": lambda x: padded(x, 3),
-    "dim-outside": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
-    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-}
-COPIED = {"rows-of-67", "dim-outside", "misaligned"}
+COPIED = {"3-columns-apart", "dim-outside", "misaligned"}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
 from cute_fa.ops.attention import BackwardCall, Call
+from cute_fa.testing.inputs import LAYOUTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -48,28 +49,6 @@ def are_close(found, wanted):
     return all((a - b).abs().max() <= 0.02 * b.abs().max() for a, b in zip(found, wanted, strict=True))
 
 
-def sliced(x):
-    """Every second row and head of a larger tensor."""
-    batch, seqlen, heads, head_dim = x.shape
-    larger = torch.full((batch, 2 * seqlen, 2 * heads, head_dim), torch.nan, dtype=x.dtype, device=x.device)
-    larger[:, ::2, ::2] = x
-    return larger[:, ::2, ::2]
-
-
-def padded(x, by):
-    """Rows `by` elements longer than head_dim."""
-    return torch.nn.functional.pad(x, (0, by), value=torch.nan)[..., : x.shape[-1]]
-
-
-LAYOUTS = {
-    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "batch-inside": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
-    "sliced": sliced,
-    "rows-of-72": lambda x: padded(x, 8),
-    "rows-of-67": lambda x: padded(x, 3),
-    "dim-outside": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
-    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-}
 EXPANDED = {
     "one-number": lambda x: x[:1, :1, :1, :1].expand_as(x),
     "one-batch": lambda x: x[:1].expand_as(x),

@@ -1,4 +1,4 @@
-"""Named shapes and options that gradcheck and the tests run attention on."""
+"""Named shapes, options and memory layouts that gradcheck and the tests run attention on."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -117,3 +117,28 @@ def packings(shape: Shape, device="cpu") -> dict[str, Packing]:
         "seqused": packing(loose_q, loose_k, loose, seqused_q=index(lengths_q), seqused_k=index(lengths_k)),
         "block_table": packing(tight_q, loose_k, tight, page_size=16, block_table=table),
     }
+
+
+def _sliced(x):
+    """Every second row and head of a larger tensor."""
+    batch, seqlen, heads, head_dim = x.shape
+    larger = torch.full((batch, 2 * seqlen, 2 * heads, head_dim), torch.nan, dtype=x.dtype, device=x.device)
+    larger[:, ::2, ::2] = x
+    return larger[:, ::2, ::2]
+
+
+def _padded(x, by: int):
+    """Rows `by` elements longer than head_dim."""
+    return torch.nn.functional.pad(x, (0, by), value=torch.nan)[..., : x.shape[-1]]
+
+
+# Name -> the numbers of a (batch, seqlen, heads, head_dim) tensor in another place, with NaN in between where there is room.
+LAYOUTS = {
+    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch-inside": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+    "sliced": _sliced,
+    "8-columns-apart": lambda x: _padded(x, 8),
+    "3-columns-apart": lambda x: _padded(x, 3),
+    "dim-outside": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}

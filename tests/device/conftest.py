@@ -1,5 +1,10 @@
 """Tiny kernels around one building block: compiled for sm_90a anywhere, called with torch tensors on a Hopper GPU."""
 
+import os
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # the DSL reads it once, on import
+
+import cutlass
 import pytest
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -30,3 +35,20 @@ def build(tmp_path_factory):
         return cute.runtime.load_module(path, enable_tvm_ffi=True)["launch"]
 
     return build
+
+
+@cute.jit
+def _trace(function: cutlass.Constexpr, found: cutlass.Constexpr):
+    found.append(function())
+
+
+@pytest.fixture(scope="session")
+def on_host():
+    """on_host(function) gives what `function` returns where layouts can be made: inside a trace, in plain Python."""
+
+    def run(function):
+        found = []
+        cute.compile(_trace, function, found)
+        return found[0]
+
+    return run

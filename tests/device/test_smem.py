@@ -1,29 +1,12 @@
 """Layouts of tiles in shared memory, byte by byte, against the swizzles of TMA and wgmma written out by hand."""
 
-import os
-
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # the DSL reads it once, on import
-
-import cutlass
 import pytest
 from cutlass import BFloat16, Float16, cute
 
 from cute_fa.device.smem import tile_layout
 
 
-@cute.jit
-def trace(function: cutlass.Constexpr, found: cutlass.Constexpr):
-    found.append(function())
-
-
-def on_host(function):
-    """What `function` returns where layouts can be made: inside a trace. Of static layouts that is plain ints."""
-    found = []
-    cute.compile(trace, function, found)
-    return found[0]
-
-
-def offsets_of(dtype, rows, columns, num_stages=1, columns_of_warpgroup=None):
+def offsets_of(on_host, dtype, rows, columns, num_stages=1, columns_of_warpgroup=None):
     """(element offsets by (stage, row, column), size in elements). A swizzle is one of byte addresses."""
 
     def evaluate():
@@ -63,14 +46,14 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize("rows, columns, num_stages, columns_of_warpgroup, width", WIDTHS.values(), ids=WIDTHS)
-def test_every_element_has_its_place(rows, columns, num_stages, columns_of_warpgroup, width):
+def test_every_element_has_its_place(on_host, rows, columns, num_stages, columns_of_warpgroup, width):
     """The widest swizzled row that divides the columns, or the part of them that a warpgroup has."""
-    offsets, size = offsets_of(BFloat16, rows, columns, num_stages, columns_of_warpgroup)
+    offsets, size = offsets_of(on_host, BFloat16, rows, columns, num_stages, columns_of_warpgroup)
     assert size == rows * columns * num_stages, "elements, without gaps"
     assert sorted(offsets.values()) == list(range(size)), "one element each"
     wrong = [pair for pair in offsets.items() if pair[1] != place_by_hand(*pair[0], rows, columns, width)]
     assert not wrong, f"{len(wrong)} of {size} elements, ((stage, row, column), offset) first {wrong[0]}"
 
 
-def test_both_dtypes_lie_alike():
-    assert offsets_of(Float16, 8, 96, 2) == offsets_of(BFloat16, 8, 96, 2), "16 bits each"
+def test_both_dtypes_lie_alike(on_host):
+    assert offsets_of(on_host, Float16, 8, 96, 2) == offsets_of(on_host, BFloat16, 8, 96, 2), "16 bits each"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cute_fa
-from cute_fa.testing.inputs import SHAPES, Packing, options, packings
+from cute_fa.testing.inputs import LAYOUTS, SHAPES, Packing, options, packings
 
 
 def test_names_are_unique_and_enough():
@@ -151,3 +151,11 @@ def test_every_packing_is_accepted(shape):
         out = cute_fa.flash_attn_varlen_func(q, packing.paged(k), packing.paged(v), **packing.arguments)
         assert out.shape == (*q.shape[:2], shape.head_dim_v), f"{name}: out has shape {tuple(out.shape)}"
         assert torch.isfinite(out).all(), f"{name}: out is not finite"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_hold_the_same_numbers_elsewhere(layout):
+    x = torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    laid = LAYOUTS[layout](x)
+    assert torch.equal(laid, x), "the same numbers"
+    assert not laid.is_contiguous() or laid.data_ptr() % 16, "not where a copy would put them"
