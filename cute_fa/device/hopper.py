@@ -2,21 +2,13 @@
 
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils.hopper_helpers import (
-    make_smem_layout_a,
-    make_smem_layout_b,
-    make_smem_layout_epi,
-    make_trivial_tiled_mma,
-)
+from cutlass.utils.hopper_helpers import make_smem_layout_b, make_trivial_tiled_mma
 
-ROW_MAJOR, COL_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+COL_MAJOR = LayoutEnum.COL_MAJOR
 
 __all__ = [
     "COL_MAJOR",
-    "ROW_MAJOR",
     "SmemAllocator",
-    "make_smem_layout_a",
     "make_smem_layout_b",
-    "make_smem_layout_epi",
     "make_trivial_tiled_mma",
 ]

@@ -47,7 +47,8 @@ def issue(mma_first, mma_rest, accumulator, a, b, half=None):
     half: None for the whole, 0 or 1 for the first or second half of k.
 
     SYNC: the fence makes earlier writes of registers (accumulator, A) visible to the products. Whoever reads the
-    accumulator, or overwrites A, waits for the group first.
+    accumulator, or overwrites A, waits for the group first. Reading A in registers meanwhile is done by the backward
+    (dS is stored, P multiplied); PTX leaves it undefined, ptxas 13.4 makes plain reads of it and no remark.
     """
     warpgroup.fence()
     num_k = cute.size(a, mode=[2])

@@ -38,8 +38,7 @@ def forward(q, k, v, softmax_scale: float, mask: tuple):
     lse = q.new_empty((q_shape[0], q_shape[2], q_shape[1]), dtype=torch.float32)
     if plan is None:
         return out.zero_(), lse.fill_(-torch.inf)
-    if not has_tma_strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
-        q, k, v = (x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    q, k, v = _as_tma_reads((q, k, v), has_tma_strides)
     cache.load(plan)(q, k, v, out, lse, _counter(device_index), softmax_scale, num_sms)
     return out, lse
 
@@ -54,8 +53,7 @@ def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tupl
     if plan and q_shape[0] * q_shape[2] * -(-q_shape[1] // plan.tile.tile_m) > MAX_TILES:
         rule = f"at most {MAX_TILES} tiles of {plan.tile.tile_m} queries of one head"
         raise NotSupportedError(expected("q", rule, f"shape {tuple(q_shape)}", "Split the batch"))
-    has_tma_strides = all(_has_tma_strides(dtype.itemsize, *pair) for pair in zip(shapes, strides))
-    return plan, num_sms, has_tma_strides
+    return plan, num_sms, _all_have_tma_strides(dtype, shapes, strides)
 
 
 def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_deterministic: bool, needs: tuple):
@@ -71,14 +69,15 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return backward(inputs, results, gradients, softmax_scale, mask, is_deterministic, needs)
-    plan, before, after = _prepare_backward(q.dtype, mask, (q.shape, k.shape, v.shape), is_deterministic, needs)
-    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip(inputs, needs))
-    if plan is None:
-        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
     (out, lse), (dout, dlse) = results, gradients
-    q, k, v, out, dout = (
-        x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, out, dout)
-    )
+    tensors = q, k, v, out, dout
+    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
+    plans, has_tma_strides = _prepare_backward(q.dtype, mask, shapes, strides, is_deterministic, needs)
+    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip(inputs, needs))
+    if plans is None:
+        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
+    plan, before, after = plans
+    q, k, v, out, dout = _as_tma_reads(tensors, has_tma_strides)
     tile_m, head_dim = plan.tile.tile_m, plan.tile.head_dim
     num_blocks = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
     fp32 = {"dtype": torch.float32, "device": q.device}
@@ -94,17 +93,32 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
 
 
 @lru_cache(maxsize=4096)
-def _prepare_backward(dtype, mask: tuple, shapes: tuple, is_deterministic: bool, needs: tuple):
-    """The plans of the main kernel, of the one before and of the one after it; None where there is no pair to score."""
-    q_shape, _, v_shape = shapes
-    if 0 in q_shape or 0 in v_shape:
-        return None, None, None
-    return backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
+def _prepare_backward(dtype, mask: tuple, shapes: tuple, strides: tuple, is_deterministic: bool, needs: tuple):
+    """(plans of the main kernel, of the one before and of the one after it, whether TMA takes the strides as they are);
+    plans None where there is no pair to score."""
+    q_shape, _, v_shape, *_ = shapes
+    has_pairs = 0 not in q_shape and 0 not in v_shape
+    plans = backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs) if has_pairs else None
+    return plans, _all_have_tma_strides(dtype, shapes, strides)
+
+
+def _as_tma_reads(tensors, has_tma_strides: bool):
+    """The tensors, with a contiguous copy in place of each that TMA cannot read as it lies."""
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    if has_tma_strides and not addresses % TMA_ALIGNMENT_BYTES:
+        return tensors
+    return [x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def is_tma_readable(x) -> bool:
     """Whether rows are contiguous, and the address and every stride that counts are multiples of 16 bytes."""
     return x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _has_tma_strides(x.itemsize, x.shape, x.stride())
+
+
+def _all_have_tma_strides(dtype, shapes: tuple, strides: tuple) -> bool:
+    return all(_has_tma_strides(dtype.itemsize, *pair) for pair in zip(shapes, strides))
 
 
 def _has_tma_strides(itemsize: int, shape, strides) -> bool:

@@ -253,11 +253,15 @@ def _backward_cpu(dout, dlse, q, k, v, out, lse, *flat):
 
 
 def _backward_cuda(dout, dlse, q, k, v, out, lse, *flat):
-    (*needs, _), call = _split(flat)  # no kernel takes a sink
+    needs, call = _split(flat)
     _require_kernels(q, call)
+    return _without_none(q, _launch_backward(dout, dlse, q, k, v, out, lse, needs, call))
+
+
+def _launch_backward(dout, dlse, q, k, v, out, lse, needs, call: Call) -> tuple:
+    """A gradient for each in `needs`, None where it is False; no kernel takes a sink."""
     tensors = (q, k, v), (out, lse), (dout.to(q.dtype), dlse)
-    grads = launch.backward(*tensors, call.softmax_scale, call.mask, call.deterministic, tuple(needs))
-    return _without_none(q, (*grads, None))
+    return *launch.backward(*tensors, call.softmax_scale, call.mask, call.deterministic, tuple(needs[:3])), None
 
 
 def _split(flat) -> tuple[tuple, Call]:
@@ -284,12 +288,12 @@ def _autograd_backward(ctx, dout, dlse, _dprobs):
     if dout is None:
         dout = torch.zeros_like(out)
     needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
-    arguments = dout, dlse, q, k, v, out, lse, *needs, *tensors, *ctx.scalars
+    arguments = dout, dlse, q, k, v, out, lse
     if q.is_cuda and not torch.is_grad_enabled() and _is_eager(q, k, v, dout):
         # As in `dense`, without the operator, which is there for who looks on and to refuse a second derivative.
-        grads = _backward_cuda(*arguments)
+        grads = _launch_backward(*arguments, needs, Call(*tensors, *ctx.scalars))
     else:
-        grads = torch.ops.cute_fa.attention_backward.default(*arguments)
+        grads = torch.ops.cute_fa.attention_backward.default(*arguments, *needs, *tensors, *ctx.scalars)
     by_input = {index: grad for index, grad, is_needed in zip(_GRADIENT_OF, grads, needs) if is_needed}
     return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
 

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 
 from cute_fa.core.hardware import MAX_SMEM_BYTES_PER_BLOCK, REGISTERS_PER_SM, WARPGROUP_THREADS
 
-NUM_STAGES = 2  # of the backward's rings and buffers
 OPERAND_BYTES = 2
 FP32_BYTES = 4
 MBARRIER_BYTES = 8
 
+BACKWARD_STAGES = 2  # of its rings and of dS: the next block is loaded, or written, while one is used
+BACKWARD_WARPGROUPS = 2  # consumers
+
 # The 128-byte swizzle of TMA and wgmma repeats every 1024 bytes of address, so each buffer of tiles starts there.
 SMEM_ALIGNMENT = 1024
 
-# What a consumer thread holds beside matrices: addresses, row statistics, ring indices, loop counters. Tiles that leave
-# 32 registers for it compile without spills (ptxas 13.4); tiles that leave 20 spill.
+# What a consumer thread holds beside matrices: addresses, row statistics, ring indices, loop counters. Forward tiles that
+# leave 32 registers for it compile without spills (ptxas 13.4), tiles that leave 20 spill; backward tiles that leave 32 need
+# the right schedule, or spill in spite of it (`tuning/heuristics.py`).
 OTHER_REGISTERS = 32
 
 
@@ -111,8 +114,7 @@ class DqTile:
 class BackwardTile:
     """tile_n keys, whose K and V stay in shared memory, against a stream of blocks of tile_m queries.
 
-    Q comes with its lse and dO with its delta, one ring each; those and dS have NUM_STAGES, two of everything: the next
-    block is loaded while one is used, and dS is written while the products of the step before may still read theirs.
+    Q comes with its lse and dO with its delta, one ring each.
     has_p_in_smem: P and dS are MMA operands from shared memory (P then has buffers like dS) instead of registers.
     has_dq_staging: dQ goes through an fp32 buffer to a bulk reduction; False if it is added from registers.
     """
@@ -126,7 +128,7 @@ class BackwardTile:
 
     @property
     def num_consumer_warpgroups(self) -> int:
-        return 2
+        return BACKWARD_WARPGROUPS
 
     @property
     def dq(self) -> DqTile:
@@ -136,12 +138,12 @@ class BackwardTile:
     def smem_bytes(self) -> int:
         """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers, with room for a word."""
         k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
-        q, do = (_buffer_bytes(NUM_STAGES, self.tile_m, dim) for dim in (self.head_dim, self.head_dim_v))
-        ds = _buffer_bytes(NUM_STAGES, self.tile_m, self.tile_n)
+        q, do = (_buffer_bytes(BACKWARD_STAGES, self.tile_m, dim) for dim in (self.head_dim, self.head_dim_v))
+        ds = _buffer_bytes(BACKWARD_STAGES, self.tile_m, self.tile_n)
         p = ds if self.has_p_in_smem else 0
         dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
-        statistics = 2 * NUM_STAGES * self.tile_m * FP32_BYTES
-        barriers = (2 * 1 + 2 * NUM_STAGES) * 2 * MBARRIER_BYTES
+        statistics = 2 * BACKWARD_STAGES * self.tile_m * FP32_BYTES
+        barriers = (2 * 1 + 2 * BACKWARD_STAGES) * 2 * MBARRIER_BYTES
         return k + v + q + do + ds + p + dq + _align(statistics + barriers)
 
     @property

@@ -103,8 +103,8 @@ def launch_products(
     dtype, (tile_m, head_dim), tile_n = q.element_type, q.shape, k.shape[0]
     scores, values = mma.scores_mma(dtype, num_warpgroups, tile_n), mma.values_mma(dtype, num_warpgroups, head_dim)
     layouts = (
-        hopper.make_smem_layout_a(hopper.ROW_MAJOR, (tile_m, tile_n, head_dim), dtype, 1),
-        hopper.make_smem_layout_b(hopper.ROW_MAJOR, (tile_m, tile_n, head_dim), dtype, 1),
+        tile_layout(dtype, tile_m, head_dim),
+        tile_layout(dtype, tile_n, head_dim),
         hopper.make_smem_layout_b(hopper.COL_MAJOR, (tile_m, head_dim, tile_n), dtype, 1),
     )
     vt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=(1, 0)))

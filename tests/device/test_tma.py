@@ -77,8 +77,8 @@ def launch_copy(
     """x, y: (batch, rows, heads, columns). width: of a box."""
     dtype, box = x.element_type, (BOX_ROWS, width)
     mX, mY = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=(1, 3, 2, 0))) for t in (x, y))
-    layout = hopper.make_smem_layout_epi(dtype, hopper.ROW_MAJOR, (TILE_M, tile_d), NUM_TILES)
-    box_layout = hopper.make_smem_layout_epi(dtype, hopper.ROW_MAJOR, box, 1)
+    layout = tile_layout(dtype, TILE_M, tile_d, NUM_TILES)
+    box_layout = tile_layout(dtype, *box)
     copy_kernel(
         *tma.load_atom(mX, layout, (TILE_M, tile_d)), *tma.store_atom(mY, box_layout, box), seen, layout, tile_d, box
     ).launch(grid=(HEADS, BATCH, 1), block=(THREADS, 1, 1), stream=stream)

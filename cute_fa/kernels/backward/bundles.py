@@ -13,11 +13,8 @@ from cute_fa.device import mma
 from cute_fa.device.band import Band
 from cute_fa.device.order import HeadAfterHead, LongestFirst
 from cute_fa.device.pipeline import Ring
-from cute_fa.tuning.budget import BackwardTile, DqTile
+from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, BackwardTile, DqTile
 from cute_fa.tuning.plan import BackwardPlan
-
-NUM_WARPGROUPS = 2  # consumers
-
 
 @dataclass(frozen=True)
 class BackwardGmem:
@@ -99,7 +96,7 @@ def dq_columns(tile: DqTile) -> int:
 
 def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: DqTile):
     """A thread's part of a block of dQ in memory, as (4, vectors): neighbouring threads have neighbouring 16 bytes."""
-    half = tile.tile_m * tile.head_dim // NUM_WARPGROUPS
+    half = tile.tile_m * tile.head_dim // BACKWARD_WARPGROUPS
     layout = cute.make_layout((4, half // 512), stride=(1, 512))
     return cute.make_tensor(block + (warpgroup * half + thread_of_warpgroup * 4), layout)
 
@@ -215,6 +212,8 @@ class Consumer:
     tsP: cute.Tensor | None
     pipes: BackwardPipes
     smem: BackwardSmem
+    gmem: BackwardGmem
+    place: Place
     scale_log2: Float32
     lane: Int32
     warpgroup: Int32

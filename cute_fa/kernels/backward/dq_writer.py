@@ -4,7 +4,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from cute_fa.device import barriers, semaphore, tma
-from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, BackwardGmem, BackwardSizes, BackwardSmem, Place
+from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardSizes, BackwardSmem, Place
+from cute_fa.tuning.budget import BACKWARD_WARPGROUPS
 
 
 @cute.jit
@@ -15,8 +16,8 @@ def add_dq(
 
     Deterministic: the CTA of a head's n-th block of keys adds as the n-th one.
     """
-    half = plan.tile.tile_m * plan.tile.head_dim // NUM_WARPGROUPS
-    for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+    half = plan.tile.tile_m * plan.tile.head_dim // BACKWARD_WARPGROUPS
+    for warpgroup in cutlass.range_constexpr(BACKWARD_WARPGROUPS):
         barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
     num_left = sizes.group * (place.m_end - place.m_begin)
     for g in cutlass.range(sizes.group, unroll=1):
@@ -25,21 +26,21 @@ def add_dq(
             block = first_block + m_block
             target = gmem.dq[Int64(block), None].iterator
             num_left -= 1
-            for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+            for warpgroup in cutlass.range_constexpr(BACKWARD_WARPGROUPS):
                 barriers.wait_buffer(barriers.BUFFER_FULL, warpgroup)
                 # Groups of bulk copies belong to a thread, so it is always the same one.
                 if lane == 0:
                     if cutlass.const_expr(plan.is_deterministic and warpgroup == 0):
-                        semaphore.wait_for(gmem.semaphores.iterator + block, NUM_WARPGROUPS * place.n_block)
+                        semaphore.wait_for(gmem.semaphores.iterator + block, BACKWARD_WARPGROUPS * place.n_block)
                     tma.add_vector(smem.dq + warpgroup * half, target + warpgroup * half, half)
-            for warpgroup in cutlass.range_constexpr(NUM_WARPGROUPS):
+            for warpgroup in cutlass.range_constexpr(BACKWARD_WARPGROUPS):
                 if lane == 0:
                     # SYNC: the buffer has been read.
-                    cute.arch.cp_async_bulk_wait_group(NUM_WARPGROUPS - 1 - warpgroup, read=True)
+                    cute.arch.cp_async_bulk_wait_group(BACKWARD_WARPGROUPS - 1 - warpgroup, read=True)
                 cute.arch.sync_warp()
                 if num_left > 0:  # no arrival is left over at exit
                     barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
             if cutlass.const_expr(plan.is_deterministic):
                 if lane == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
-                    semaphore.count_up(gmem.semaphores.iterator + block, Int32(NUM_WARPGROUPS))
+                    semaphore.count_up(gmem.semaphores.iterator + block, Int32(BACKWARD_WARPGROUPS))

@@ -12,7 +12,6 @@ from cute_fa.device.pipeline import Ring
 from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.backward import bundles, mainloop
 from cute_fa.kernels.backward.bundles import (
-    NUM_WARPGROUPS,
     BackwardGmem,
     BackwardMmas,
     BackwardPipes,
@@ -26,7 +25,7 @@ from cute_fa.kernels.backward.dq_writer import add_dq
 from cute_fa.kernels.backward.mainloop import At
 from cute_fa.kernels.backward.producer import load_tile
 from cute_fa.tuning import schedule
-from cute_fa.tuning.budget import NUM_STAGES, REGISTER_SPLITS, SMEM_ALIGNMENT
+from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS, REGISTER_SPLITS, SMEM_ALIGNMENT
 from cute_fa.tuning.plan import BackwardPlan, symbol
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
@@ -48,8 +47,8 @@ class BackwardKernel:
     Edges, producer -> consumer:
         K, V              load warp -> consumer warpgroups: TMA, once
         Q and LSE, dO and delta
-                          load warp -> consumer warpgroups: TMA, two rings of NUM_STAGES; a stage is freed by all consumer warps
-        dS (P)            consumer warpgroups -> each other: shared memory, NUM_STAGES, one named barrier a step
+                          load warp -> consumer warpgroups: TMA, two rings of BACKWARD_STAGES; all consumer warps free a stage
+        dS (P)            consumer warpgroups -> each other: shared memory, BACKWARD_STAGES, one named barrier a step
         dQ                consumer warpgroup -> dQ writer: half of a staging buffer, fp32, two named barriers; or from registers
         dK, dV            consumer warpgroups -> warp 4: through the buffers of K and V, stored by TMA
     Limits: shared memory of plan.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
@@ -79,7 +78,8 @@ class BackwardKernel:
             return make_fake_tensor(self.dtype, shape, stride=strides, assumed_align=16)
 
         def blocks(*shape):
-            return make_fake_compact_tensor(Float32, (num_blocks, *shape), stride_order=(*range(len(shape), -1, -1),), assumed_align=16)
+            order = tuple(range(len(shape), -1, -1))
+            return make_fake_compact_tensor(Float32, (num_blocks, *shape), stride_order=order, assumed_align=16)
 
         tile_m = plan.tile.tile_m
         k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
@@ -153,7 +153,7 @@ class BackwardKernel:
             *layouts,
         ).launch(
             grid=(sizes.num_tiles(plan), 1, 1),
-            block=(WARPGROUP_THREADS * (NUM_WARPGROUPS + 1), 1, 1),
+            block=(WARPGROUP_THREADS * (BACKWARD_WARPGROUPS + 1), 1, 1),
             stream=stream,
             # Without it ptxas ignores setmaxnreg (C7508).
             min_blocks_per_mp=1,
@@ -182,7 +182,7 @@ class BackwardKernel:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
-                    ring.init(WARPS_PER_WARPGROUP * NUM_WARPGROUPS)
+                    ring.init(WARPS_PER_WARPGROUP * BACKWARD_WARPGROUPS)
                 if cutlass.const_expr(plan.is_deterministic):
                     # A CTA waits for those with smaller numbers, so they must have started.
                     ticket = gmem.semaphores.iterator + (gmem.semaphores.shape[0] - 1)
@@ -223,7 +223,7 @@ class BackwardKernel:
     ):
         """Run by every consumer warpgroup: all blocks of queries, then dK and dV. thread: from 0."""
         plan = self.plan
-        w = self._consumer(mmas, smem, pipes, sizes, place, thread, lane)
+        w = self._consumer(gmem, mmas, smem, pipes, sizes, place, thread, lane)
         w.acc_dK.fill(0.0)
         w.acc_dV.fill(0.0)
         pipes.k.wait_full(Int32(0), Int32(0))
@@ -232,23 +232,23 @@ class BackwardKernel:
         band = sizes.band(plan)
         last = sizes.group * (place.m_end - place.m_begin) - 1
         if cutlass.const_expr(len(self.prologue)):
-            mainloop.run(w, self.prologue, At(Int32(-1), last, place.m_begin, Int32(0), place, gmem, None))
+            mainloop.run(w, self.prologue, At(Int32(-1), last, place.m_begin, Int32(0), None))
         number = Int32(0)
         for g in cutlass.range(sizes.group, unroll=1):
             first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
             for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
-                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, place, gmem, band))
+                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, band))
                 number += 1
             for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
-                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, place, gmem, None))
+                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, None))
                 number += 1
         if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
-            self._store(atoms, gmem, mmas, smem, sizes, place, w)
+            self._store(atoms, mmas, sizes, w)
 
     @cute.jit
-    def _store(self, atoms, gmem, mmas, smem, sizes, place, w):
+    def _store(self, atoms, mmas, sizes, w):
         """dV leaves through V's buffer, dK through K's."""
-        plan, tile = self.plan, self.plan.tile
+        plan, tile, smem, gmem, place = self.plan, self.plan.tile, w.smem, w.gmem, w.place
         barriers.sync_consumers()  # SYNC: both warpgroups are done with K and V
         if cutlass.const_expr(plan.needs_dv):
             self._stage(mmas.dv, w.acc_dV, smem.sV, w.thread)
@@ -273,7 +273,7 @@ class BackwardKernel:
         thread_copy = to_smem.get_slice(thread)
         cute.copy(to_smem, thread_copy.retile(rows_16bit), thread_copy.partition_D(smem[None, None, 0]))
 
-    def _consumer(self, mmas, smem, pipes, sizes, place, thread, lane) -> Consumer:
+    def _consumer(self, gmem, mmas, smem, pipes, sizes, place, thread, lane) -> Consumer:
         tile, plan = self.plan.tile, self.plan
         for atom, value in ((mmas.scores, False), (mmas.scores_add, True), (mmas.dq, False), (mmas.dq_add, True)):
             mma.accumulates(atom, value)
@@ -304,7 +304,7 @@ class BackwardKernel:
         column = 2 * (lane % 4) + (warpgroup * num_columns if tile.has_p_in_smem else 0)
 
         def statistics(x):
-            layout = cute.make_layout((2, num_columns // 8, NUM_STAGES), stride=(1, 8, tile.tile_m))
+            layout = cute.make_layout((2, num_columns // 8, BACKWARD_STAGES), stride=(1, 8, tile.tile_m))
             return cute.make_tensor(x.iterator + column, layout)
 
         rLSE = cute.make_rmem_tensor((2, num_columns // 8), Float32)
@@ -341,6 +341,8 @@ class BackwardKernel:
             tsP=thread_copy.partition_D(smem.sP) if tile.has_p_in_smem else None,
             pipes=pipes,
             smem=smem,
+            gmem=gmem,
+            place=place,
             scale_log2=sizes.scale_log2,
             lane=lane,
             warpgroup=warpgroup,
@@ -359,14 +361,14 @@ class BackwardKernel:
         return (
             tile_layout(dtype, tile.tile_n, tile.head_dim, 1, columns_K),
             tile_layout(dtype, tile.tile_n, tile.head_dim_v, 1, tile.head_dim_v // share),
-            tile_layout(dtype, tile.tile_m, tile.head_dim, NUM_STAGES, tile.head_dim // share),
-            tile_layout(dtype, tile.tile_m, tile.head_dim_v, NUM_STAGES, tile.head_dim_v // share),
-            tile_layout(dtype, *ds_shape, NUM_STAGES),
+            tile_layout(dtype, tile.tile_m, tile.head_dim, BACKWARD_STAGES, tile.head_dim // share),
+            tile_layout(dtype, tile.tile_m, tile.head_dim_v, BACKWARD_STAGES, tile.head_dim_v // share),
+            tile_layout(dtype, *ds_shape, BACKWARD_STAGES),
         )
 
     def _statistics_layout(self):
         """Of sLSE and sDelta."""
-        return cute.make_layout((self.plan.tile.tile_m, 1, NUM_STAGES))
+        return cute.make_layout((self.plan.tile.tile_m, 1, BACKWARD_STAGES))
 
     def _allocate(self, layout_K, layout_V, layout_Q, layout_dO, layout_dS):
         """Shared memory as `BackwardTile.smem_bytes` counts it; buffers of tiles first, so that there are no gaps."""
@@ -374,12 +376,12 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": NUM_STAGES, "do": NUM_STAGES, "k": 1, "v": 1}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
         }
-        vectors = {"lse": tile.tile_m * NUM_STAGES, "delta": tile.tile_m * NUM_STAGES}
+        vectors = {"lse": tile.tile_m * BACKWARD_STAGES, "delta": tile.tile_m * BACKWARD_STAGES}
         if tile.has_dq_staging:
             vectors["dq"] = tile.tile_m * tile.head_dim
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}

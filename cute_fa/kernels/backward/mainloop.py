@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 from cutlass import Boolean, Int32, Int64, cute
 
+from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, mask, mma, register, semaphore
-from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, BackwardGmem, Consumer, Place, dq_fragment
-from cute_fa.tuning.budget import NUM_STAGES
+from cute_fa.kernels.backward.bundles import Consumer, dq_fragment
+from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS
 from cute_fa.tuning.schedule import Step
 
 
 class At(NamedTuple):
-    """Where a step is: its number among the CTA's steps, and the last one; the block of queries, in its head and among all.
+    """Where a step is: its number among the CTA's steps, and the last one; its block of queries, in its head and among all.
 
     band: of the masked steps, None where every query sees every key of the tile.
     """
@@ -20,8 +21,6 @@ class At(NamedTuple):
     last: Int32
     m_block: Int32
     block: Int32
-    place: Place
-    gmem: BackwardGmem
     band: object
 
 
@@ -36,25 +35,21 @@ def _ring(ring, number):
     return number % ring.num_stages, (number // ring.num_stages) % 2
 
 
-def _issue_scores(w: Consumer, number):
-    index, phase = _ring(w.pipes.q, number)
-    w.pipes.q.wait_full(index, phase)
-    _issue_scores_of_stage(w, index)
-
-
-def _issue_scores_of_stage(w: Consumer, index):
+def _issue_scores(w: Consumer, index):
     mma.issue(w.mmas.scores, w.mmas.scores_add, w.acc_S, w.tSrK[None, None, None, 0], w.tSrQ[None, None, None, index])
 
 
 def _scores(w, at, step):
-    _issue_scores(w, at.number)
+    index, phase = _ring(w.pipes.q, at.number)
+    w.pipes.q.wait_full(index, phase)
+    _issue_scores(w, index)
 
 
 def _next_scores(w, at, step):
     """Behind the last step: of whatever the stage holds, and never read. A branch round a product would serialise it."""
     index, phase = _ring(w.pipes.q, at.number + 1)
     _wait_full_if(at.number < at.last, w.pipes.q.full(index), phase)
-    _issue_scores_of_stage(w, index)
+    _issue_scores(w, index)
 
 
 @cute.jit
@@ -83,15 +78,15 @@ def _dk(w, at, step):
 
 def _operand(w, fragment, at):
     """P or dS as operand: registers, or the stage of this step in shared memory."""
-    return fragment[None, None, None, _ds_stage(w, at)] if w.plan.tile.has_p_in_smem else fragment
+    return fragment[None, None, None, _ds_stage(at)] if w.plan.tile.has_p_in_smem else fragment
 
 
-def _ds_stage(w, at):
-    return at.number % NUM_STAGES
+def _ds_stage(at):
+    return at.number % BACKWARD_STAGES
 
 
 def _dq(w, at, step):
-    stage = _ds_stage(w, at)
+    stage = _ds_stage(at)
     stages = (0, stage) if w.plan.tile.dq.is_transposed else (stage, 0)
     a, b = (fragment[None, None, None, index] for fragment, index in zip((w.tdQrA, w.tdQrB), stages))
     mma.issue(w.mmas.dq, w.mmas.dq_add, w.acc_dQ, a, b)
@@ -155,11 +150,11 @@ def _elements(begin, end):
 
 
 def _store_p(w, at, step):
-    cute.copy(w.copy_dS, w.thread_dS.retile(w.rP), w.tsP[None, None, None, _ds_stage(w, at)])
+    cute.copy(w.copy_dS, w.thread_dS.retile(w.rP), w.tsP[None, None, None, _ds_stage(at)])
 
 
 def _store_ds(w, at, step):
-    cute.copy(w.copy_dS, w.thread_dS.retile(w.rdS), w.tsdS[None, None, None, _ds_stage(w, at)])
+    cute.copy(w.copy_dS, w.thread_dS.retile(w.rdS), w.tsdS[None, None, None, _ds_stage(at)])
 
 
 def _sync(w, at, step):
@@ -172,7 +167,7 @@ def _sync(w, at, step):
 def _store_dq(w, at, step):
     count = cute.size(w.acc_dQ)
     values = cute.make_tensor(w.acc_dQ.iterator, cute.make_layout((4, count // 4)))
-    thread = w.thread % 128
+    thread = w.thread % WARPGROUP_THREADS
     if w.plan.tile.has_dq_staging:
         barriers.wait_buffer(barriers.BUFFER_FREE, w.warpgroup)
         cute.autovec_copy(values, dq_fragment(w.smem.dq, w.warpgroup, thread, w.plan.tile.dq))
@@ -180,10 +175,10 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        counter = at.gmem.semaphores.iterator + at.block
-        _wait_in_first_thread(counter, NUM_WARPGROUPS * at.place.n_block, thread)
+        counter = w.gmem.semaphores.iterator + at.block
+        _wait_in_first_thread(counter, BACKWARD_WARPGROUPS * w.place.n_block, thread)
         barriers.sync_warpgroup(w.warpgroup)  # SYNC: behind the thread that waited
-    target = dq_fragment(at.gmem.dq[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
+    target = dq_fragment(w.gmem.dq[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
     base = target.iterator.toint()
     for vector in range(count // 4):
         cute.arch.inline_ptx(

@@ -9,8 +9,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import hopper, mma, tma, view
 from cute_fa.device.smem import tile_layout
-from cute_fa.kernels.backward.bundles import NUM_WARPGROUPS, dq_columns, dq_fragment, dq_product
-from cute_fa.tuning.budget import SMEM_ALIGNMENT
+from cute_fa.kernels.backward.bundles import dq_columns, dq_fragment, dq_product
+from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, SMEM_ALIGNMENT
 from cute_fa.tuning.plan import PostprocessPlan, symbol
 
 
@@ -42,7 +42,7 @@ class PostprocessKernel:
         atom, mdQ = tma.store_atom(view.rows_first(dq), layout, (tile.tile_m, tile.head_dim))
         self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(dq_product(self.dtype, tile), accumulator, atom, mdQ, softmax_scale, layout).launch(
-            grid=(accumulator.shape[0], 1, 1), block=(NUM_WARPGROUPS * WARPGROUP_THREADS, 1, 1), stream=stream
+            grid=(accumulator.shape[0], 1, 1), block=(BACKWARD_WARPGROUPS * WARPGROUP_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel

@@ -11,6 +11,7 @@ from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma, view
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
+from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.forward import mainloop
 from cute_fa.kernels.forward.bundles import (
     Consumer,
@@ -106,7 +107,7 @@ class ForwardKernel:
         atom_k, coord_K = tma.load_atom(mK, layouts[1], (tile.tile_n, tile.head_dim))
         atom_v, coord_Vt = tma.load_atom(mVt, layouts[2], (tile.head_dim_v, tile.tile_n))
         box = epilogue.box(tile.head_dim_v)
-        box_layout = hopper.make_smem_layout_epi(self.dtype, hopper.ROW_MAJOR, box, 1)
+        box_layout = tile_layout(self.dtype, *box)
         atom_o, coord_O = tma.store_atom(mO, box_layout, box)
         scores = mma.scores_mma(self.dtype, num_warpgroups, tile.tile_n)
         values = mma.values_mma(self.dtype, num_warpgroups, tile.head_dim_v)
@@ -260,13 +261,12 @@ class ForwardKernel:
     def _smem_layouts(self):
         """Swizzled layouts of sQ, sK, sVt and sO, last mode the stage."""
         tile, dtype = self.plan.tile, self.dtype
-        scores = (tile.tile_m, tile.tile_n, tile.head_dim)
         values = (tile.tile_m, tile.head_dim_v, tile.tile_n)
         return (
-            hopper.make_smem_layout_a(hopper.ROW_MAJOR, scores, dtype, tile.num_q_stages),
-            hopper.make_smem_layout_b(hopper.ROW_MAJOR, scores, dtype, tile.num_kv_stages),
+            tile_layout(dtype, tile.tile_m, tile.head_dim, tile.num_q_stages),
+            tile_layout(dtype, tile.tile_n, tile.head_dim, tile.num_kv_stages),
             hopper.make_smem_layout_b(hopper.COL_MAJOR, values, dtype, tile.num_kv_stages),
-            hopper.make_smem_layout_epi(dtype, hopper.ROW_MAJOR, (tile.tile_m, tile.head_dim_v), 1),
+            tile_layout(dtype, tile.tile_m, tile.head_dim_v),
         )
 
     def _allocate(self, layout_Q, layout_K, layout_Vt, layout_O):

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, cute
 
-from cute_fa.device import scheduler, tma
+from cute_fa.device import scheduler, tma, view
 from cute_fa.device.pipeline import PRODUCER
 from cute_fa.kernels.forward.bundles import ForwardGmem, ForwardPipes, ForwardSizes, ForwardSmem, ForwardTma
 
@@ -24,9 +24,10 @@ def load_tiles(
     V(j + 1) after K(j), in the order of use. The next tile is asked for when a tile begins, and posted before its last V.
     """
     tile = plan.tile
-    tQsQ, tQgQ = tma.partition(atoms.q, smem.sQ, _tiles(gmem.mQ, (tile.tile_m, tile.head_dim), 0))
-    tKsK, tKgK = tma.partition(atoms.k, smem.sK, _tiles(gmem.mK, (tile.tile_n, tile.head_dim), 0))
-    tVsV, tVgV = tma.partition(atoms.v, smem.sVt, _tiles(gmem.mVt, (tile.head_dim_v, tile.tile_n), 1))
+    tQsQ, tQgQ = tma.partition(atoms.q, smem.sQ, view.row_tiles(gmem.mQ, (tile.tile_m, tile.head_dim)))
+    tKsK, tKgK = tma.partition(atoms.k, smem.sK, view.row_tiles(gmem.mK, (tile.tile_n, tile.head_dim)))
+    gVt = cute.local_tile(gmem.mVt, (tile.head_dim_v, tile.tile_n), (0, None, None, None))
+    tVsV, tVgV = tma.partition(atoms.v, smem.sVt, gVt)
     q_bytes, k_bytes, v_bytes = 2 * tile.tile_m * tile.head_dim, 2 * tile.tile_n * tile.head_dim, 2 * tile.tile_n * tile.head_dim_v
     q_state, k_state, v_state = pipes.q.state(PRODUCER), pipes.k.state(PRODUCER), pipes.v.state(PRODUCER)
     slot = pipes.tiles.producer_state()
@@ -58,9 +59,3 @@ def load_tiles(
         v_state.advance()
         batch_idx = next_batch_idx
     scheduler.leave(gmem.counter, num_ctas, lane)
-
-
-def _tiles(tensor, tile, rows_mode: int):
-    """Tiles of a whole tensor, indexed by (block of rows, head, batch); head_dim is one tile wide."""
-    coordinates = (None, 0) if rows_mode == 0 else (0, None)
-    return cute.local_tile(tensor, tile, (*coordinates, None, None))
