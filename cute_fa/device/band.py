@@ -72,6 +72,16 @@ class Band:
         end = end // self.tile_n
         return cutlass.min(_ceil_div(begin, self.tile_n), end), end
 
+    def settled_n_blocks(self, m_block: Index) -> tuple[Index, Index]:
+        """Those `unmasked_n_blocks` of `m_block` behind which, on the right, each row has seen a key.
+
+        Forward: a consumer warpgroup, which comes from the right, has a reference for every row when it reaches them.
+        """
+        begin, end = self.unmasked_n_blocks(m_block)
+        _, end_of_first_row = self.keys_of(m_block * self.tile_m)
+        end = cutlass.min(end, cutlass.max(end_of_first_row - 1, 0) // self.tile_n)
+        return cutlass.min(begin, end), end
+
     def m_blocks(self, n_block: Index) -> tuple[Index, Index]:
         """The m-blocks from the first to the last that hold a visible pair of `n_block`.
 

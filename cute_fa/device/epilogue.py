@@ -64,10 +64,10 @@ def _store_boxes(
 
 
 @cute.jit
-def wait_for_store(is_first_warp: cutlass.Boolean):
-    """SYNC: the warp that issued a TMA store waits until its shared memory has been read."""
+def wait_for_store(is_first_warp: cutlass.Boolean, is_read_enough: cutlass.Constexpr = True):
+    """SYNC: the warp that issued a TMA store waits until its shared memory has been read, or until it is in memory."""
     if is_first_warp:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.cp_async_bulk_wait_group(0, read=is_read_enough)
 
 
 @cute.jit

@@ -4,18 +4,21 @@ Forward holds S, whose rows are queries; backward holds S^T, whose rows are keys
 """
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 
 @cute.jit
-def mask_scores(acc_S: cute.Tensor, end_0: Int32, end_1: Int32):
-    """Keeps columns below end_0 in a thread's row r = 0 and below end_1 in r = 1, counted from the thread's first column."""
+def mask_scores(acc_S: cute.Tensor, end_0: Int32, end_1: Int32, hidden: Float32 = -Float32.inf):
+    """Keeps columns below end_0 in a thread's row r = 0 and below end_1 in r = 1, counted from the thread's first column.
+
+    hidden: what the others become.
+    """
     for row in cutlass.range_constexpr(2):
         end = end_1 if row else end_0
         for group in cutlass.range_constexpr(cute.size(acc_S) // 4):
             for element in cutlass.range_constexpr(2):
                 i = 4 * group + 2 * row + element
-                acc_S[i] = acc_S[i] if end > 8 * group + element else -cutlass.Float32.inf
+                acc_S[i] = acc_S[i] if end > 8 * group + element else hidden
 
 
 def key_ends(band, row, first_key):

@@ -31,6 +31,13 @@ def pack(fragment, operand, dtype, begin=0, end=None):
         words[i] = pack_pair(fragment[2 * i], fragment[2 * i + 1], dtype)
 
 
+def clear_words(operand, begin: int):
+    """Zeros in a 16-bit operand from pair `begin` on."""
+    words = words_of(operand)
+    for i in range(begin, cute.size(words)):
+        words[i] = Int32(0)
+
+
 def words_of(fragment):
     """A 16-bit fragment as pairs of neighbours, in one mode."""
     return cute.make_tensor(cute.recast_tensor(fragment, Int32).iterator, cute.make_layout(cute.size(fragment) // 2))

@@ -1,22 +1,31 @@
 """Scheduler: hands tiles to CTAs as these get free (an atomic counter), and from the load warp to the consumers (slots).
 
 The load warp of each CTA takes its block's index as its first tile, and the counter's values, behind the grid's size, as
-the next ones. It locates a tile once (integer divisions) and posts its coordinates; consumer warps fetch them.
+the next ones. It locates a tile once (integer divisions) and posts its coordinates, and beside them what else a
+warpgroup wants to know of the tile (details), so that consumer warps fetch numbers and begin.
+
+Consumers may find that a tile cannot be done in the way that is tried first. They say so in its slot, which they hold until
+then, and the load warp posts the tile once more, to be done with care. Whether this happens depends on the tile's
+data alone, so results do not depend on timing.
 """
 
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+import cutlass
+from cutlass import Boolean, Int32, cute
 
 from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring
 
-NUM_SLOTS = 2
-_WORDS = 4  # of a slot: block, head, batch, unused
+NUM_SLOTS = 4  # So many tiles may be under way: loads run at most three tiles ahead of the slowest warp.
+NUM_DETAILS = 4
+_BLOCK, _HEAD, _BATCH, _HAS_CARE, _TILE, _HAS_FAILED, _DETAILS = 0, 1, 2, 3, 4, 5, 8  # words of a slot, two unused
+_WARPGROUPS = 4  # with details, of which one consumer less than four is used
+_WORDS = _DETAILS + NUM_DETAILS * _WARPGROUPS
 
 
 @dataclass(frozen=True)
 class TileSlots:
-    """Coordinates of the next tiles in shared memory: words (4, 2), and the ring that guards them."""
+    """Tiles under way, in shared memory: words (24, slots), and the ring that guards them."""
 
     words: cute.Tensor
     ring: Ring
@@ -37,22 +46,67 @@ class TileSlots:
     def consumer_state(self):
         return self.ring.state(CONSUMER)
 
-    def fetch(self, state, lane):
-        """Run by a consumer warp: [block, head, batch] of the next tile; the block is -1 behind the last tile."""
+    def fetch(self, state, warpgroup):
+        """Run by a consumer warp: block, head, batch, has_care and the warpgroup's details of the next tile.
+
+        The block is -1 behind the last tile.
+        """
         self.ring.wait_full(state.index, state.phase)
-        tile = [cute.arch.make_warp_uniform(self.words[word, state.index]) for word in range(3)]
-        cute.arch.sync_warp()  # SYNC: all lanes have read before one of them says so
-        self.ring.release(state.index, lane)
-        return tile
+        details = [_DETAILS + NUM_DETAILS * warpgroup + i for i in range(NUM_DETAILS)]
+        words = (_BLOCK, _HEAD, _BATCH, _HAS_CARE, *details)
+        return [cute.arch.make_warp_uniform(self.words[word, state.index]) for word in words]
 
 
 @cute.jit
-def post(slots: TileSlots, index: Int32, phase: Int32, lane: Int32, block: Int32, head: Int32, batch_idx: Int32):
-    """Run by the load warp: waits for an empty slot, then posts a tile."""
-    slots.ring.wait_empty(index, phase)
+def settle(slots: TileSlots, index: Int32, lane: Int32, has_failed: Boolean):
+    """Run by a consumer warp, once for every tile that it fetched: whether its rows have to be done again, with care."""
+    if has_failed:
+        if lane == 0:
+            slots.words[_HAS_FAILED, index] = Int32(1)
+    cute.arch.sync_warp()  # SYNC: all lanes have read the slot before one of them gives it back
+    slots.ring.release(index, lane)
+
+
+@cute.jit
+def clear(slots: TileSlots, lane: Int32):
+    """Run by the load warp before its first tile."""
+    if lane < NUM_SLOTS:
+        slots.words[_HAS_FAILED, lane] = Int32(0)
+    cute.arch.sync_warp()  # SYNC: lanes read what others cleared
+
+
+@cute.jit
+def post(slots: TileSlots, index: Int32, lane: Int32, tile: Int32, place, has_care: Int32, details):
+    """Run by the load warp: posts a tile in an empty slot. place: (block, head, batch). details: lane w has warpgroup w's."""
+    if lane < _WARPGROUPS:
+        for i, value in enumerate(details):
+            slots.words[_DETAILS + NUM_DETAILS * lane + i, index] = value
+    cute.arch.sync_warp()  # SYNC: all lanes have written before one of them says so
     if lane == 0:
-        slots.words[0, index], slots.words[1, index], slots.words[2, index] = block, head, batch_idx
+        for word, value in (*zip((_BLOCK, _HEAD, _BATCH), place), (_HAS_CARE, has_care), (_TILE, tile)):
+            slots.words[word, index] = value
         cute.arch.mbarrier_arrive(slots.ring.full(index))
+
+
+@cute.jit
+def failed_tile(slots: TileSlots, index: Int32, phase: Int32, lane: Int32, num_waited: Int32) -> Int32:
+    """Run by the load warp: waits for the next num_waited slots to be empty; a tile among theirs that failed, or -1.
+
+    The tile is forgotten with this. All NUM_SLOTS are the tiles that are under way; their loads must have been issued.
+    """
+    tile = Int32(-1)
+    for _ in cutlass.range(num_waited, unroll=1):
+        slots.ring.wait_empty(index, phase)
+        if tile < 0 and slots.words[_HAS_FAILED, index] != 0:
+            tile = slots.words[_TILE, index]
+            cute.arch.sync_warp()  # SYNC: all lanes have read before one of them writes
+            if lane == 0:
+                slots.words[_HAS_FAILED, index] = Int32(0)
+        index += 1
+        if index == NUM_SLOTS:
+            index = Int32(0)
+            phase = phase ^ 1
+    return tile
 
 
 @cute.jit

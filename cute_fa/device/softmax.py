@@ -6,19 +6,21 @@ two rows r of an accumulator (order: `device/register.py`) and keeps of each
 - total: the thread's own part of sum p, with p = 2^(scale_log2 * S - reference).
 O and total are sums over p, so any reference gives the same quotient as long as nothing overflows or vanishes. Hence
 two kinds of steps:
-- A first or masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by
-  more than RAISE_LOG2 ("lazy rescale").
-- An unmasked block takes no maxima. p is computed at once, and its sums, which are needed anyway, tell whether the old
-  reference was good enough (`is_out_of_range`). If not, the block is computed again with its maxima.
+- A tile's first block takes the maxima of its leftmost columns, which are visible where any are, as references.
+- A masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by more than
+  RAISE_LOG2 ("lazy rescale").
+- An unmasked block takes no maxima. p is computed at once, and its sums, which are needed anyway, tell at the end of
+  the tile whether the references were good enough (`is_out_of_range`). If not, the tile is computed again, with the
+  maxima of all its columns.
 
-Why the sums are enough: p >= 0, so each p is at most its thread's partial sum, and a partial sum up to 2^MAX_LOG2 bounds
-every p; a 16-bit p must hold that (bf16 has fp32's exponents, fp16 ends at 65504). Nothing vanishes either: a reference
-is never above the row's maximum so far, so the row's sum over its four threads is 1 or more. A row that saw no key yet
-has reference -inf, which makes p infinite; infinity and NaN fail the comparison, and the block is computed again.
+Why the sums are enough: p >= 0, so each p is at most its thread's total, and a total up to 2^MAX_LOG2 bounds every p; a
+16-bit p must hold that (bf16 has fp32's exponents, fp16 ends at 65504), and so must O. Nothing vanishes either: a
+reference is never above the row's maximum so far, so the row's sum over its four threads is 1 or more. Infinity and NaN
+stay in a total, and fail the comparison.
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, cute
 
 from cute_fa.device.register import quad_max, quad_sum
 
@@ -26,7 +28,19 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 RAISE_LOG2 = 8.0
-MAX_LOG2 = {cutlass.BFloat16: 40, cutlass.Float16: 15}
+MAX_LOG2 = {cutlass.BFloat16: 64, cutlass.Float16: 15}
+
+
+@cute.jit
+def nonzero(scale_log2: Float32) -> Float32:
+    """A scale that is not 0, so that it keeps an infinite score infinite; 0 becomes one that makes finite scores vanish."""
+    return scale_log2 if scale_log2 != 0.0 else Float32(1e-38)
+
+
+@cute.jit
+def hidden_score(scale_log2: Float32) -> Float32:
+    """The infinity that becomes -inf when it is scaled."""
+    return -Float32.inf if scale_log2 > 0.0 else Float32.inf
 
 
 @cute.jit
@@ -41,15 +55,18 @@ def scale(acc_S, scale_log2):
         acc_S[i] = acc_S[i] * scale_log2
 
 
-def row_maxima(acc_S, old=None):
-    """Maxima of both rows over the quad, and over `old` maxima; NaN does not count, it fails later in the sums."""
+def row_maxima(acc_S, old=None, scale_log2=1.0, num_groups=None):
+    """Maxima of scale_log2 * S in both rows, over the quad and `old` maxima; NaN does not count, it fails later in the sums.
+
+    num_groups: of 8 columns, from the left; None for all.
+    """
     maxima = []
     for row in range(2):
         # Four chains, for latency.
         chains = [None] * 4
-        for group in range(cute.size(acc_S) // 4):
+        for group in range(num_groups or cute.size(acc_S) // 4):
             for element in range(2):
-                value, chain = acc_S[4 * group + 2 * row + element], 2 * (group % 2) + element
+                value, chain = acc_S[4 * group + 2 * row + element] * scale_log2, 2 * (group % 2) + element
                 chains[chain] = value if chains[chain] is None else cute.arch.fmax(chains[chain], value)
         top = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
         maxima.append(quad_max(top if old is None else cute.arch.fmax(top, old[row])))
@@ -91,11 +108,11 @@ def rescale(acc_O, factors):
 
 
 @cute.jit
-def is_out_of_range(partial: cute.Tensor, dtype: cutlass.Constexpr) -> Int32:
-    """1 where a block that took no maxima must be computed again, else 0; for one thread's rows."""
-    largest, answer = 2.0 ** MAX_LOG2[dtype], Int32(0)
-    if not (partial[0] <= largest and partial[1] <= largest):
-        answer = Int32(1)
+def is_out_of_range(total: cute.Tensor, dtype: cutlass.Constexpr) -> Boolean:
+    """Whether blocks that took no maxima must be computed again; for one thread's rows."""
+    largest, answer = 2.0 ** MAX_LOG2[dtype], Boolean(False)
+    if not (total[0] <= largest and total[1] <= largest):
+        answer = Boolean(True)
     return answer
 
 

@@ -28,6 +28,14 @@ class ForwardPlan:
     heads_per_section: int
 
     @property
+    def has_half_blocks(self) -> bool:
+        """Whether a warpgroup that sees only the left half of its first block, as on a diagonal, computes only that.
+
+        The half must be as wide as a warpgroup is high.
+        """
+        return self.is_causal and self.tile.tile_n == 128
+
+    @property
     def name(self) -> str:
         """Such as forward-d128-bf16-causal-m128n128."""
         return _name("forward", self) + "-turns" * self.has_turns

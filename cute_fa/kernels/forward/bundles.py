@@ -44,10 +44,12 @@ class ForwardTma:
 
 @dataclass(frozen=True)
 class ForwardMmas:
-    """The same product S = Q K^T twice, overwriting S and adding to it, and O += P V."""
+    """The same product S = Q K^T twice, overwriting S and adding to it; both with the left half of the keys; O += P V."""
 
     scores: cute.TiledMma
     scores_add: cute.TiledMma
+    half: cute.TiledMma
+    half_add: cute.TiledMma
     values: cute.TiledMma
 
 
@@ -62,9 +64,10 @@ class ForwardSizes:
     group: Int32
     scale_log2: Float32
 
-    def band(self, plan: ForwardPlan) -> Band:
+    def band(self, plan: ForwardPlan, rows: int) -> Band:
+        """In blocks of `rows` queries: those of a tile, or those of a warpgroup."""
         right = 0 if plan.is_causal else None
-        return Band(plan.tile.tile_m, plan.tile.tile_n, self.seqlen_q, self.seqlen_k, right=right)
+        return Band(rows, plan.tile.tile_n, self.seqlen_q, self.seqlen_k, right=right)
 
     def num_m_blocks(self, plan: ForwardPlan):
         return cute.ceil_div(self.seqlen_q, plan.tile.tile_m)
@@ -100,12 +103,36 @@ class ForwardPipes:
     tiles: TileSlots
 
 
+# What a warpgroup sees of the first block that it works on, the rightmost one.
+WHOLE, MASKED, LEFT_HALF = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile as a consumer warpgroup fetches it (`device/scheduler.py`); the last four numbers are its own.
+
+    m_block: -1 behind the last tile. has_care: whether it is done once more. num_skipped: n-blocks of the tile on the right
+    that the warpgroup does not see. num_n_blocks: those from the left that it works on, at least one. num_fast: of these,
+    from the left, how many need no maxima. first: WHOLE, MASKED or LEFT_HALF.
+    """
+
+    m_block: Int32
+    head: Int32
+    batch_idx: Int32
+    has_care: Int32
+    num_skipped: Int32
+    num_n_blocks: Int32
+    num_fast: Int32
+    first: Int32
+
+
 @dataclass(frozen=True)
 class Consumer:
     """What a thread of a consumer warpgroup works with.
 
-    tSrQ, tSrK, tOrVt: shared memory as operands, last mode the stage. tOrP: P in registers. reference, total: of the
-    thread's two rows (`device/softmax.py`); factors: of their rescale; partial: their sums over one block.
+    tSrQ, tSrK, tOrVt: shared memory as operands, last mode the stage; tSrK_half: the left half of the keys. tOrP: P in
+    registers. half_layout: of the left half of acc_S, which comes first. reference, total: of the thread's two rows
+    (`device/softmax.py`); factors: of their rescale.
     """
 
     mmas: ForwardMmas
@@ -113,14 +140,16 @@ class Consumer:
     tSrK: cute.Tensor
     tOrVt: cute.Tensor
     tOrP: cute.Tensor
+    tSrK_half: cute.Tensor
+    half_layout: cutlass.Constexpr
     acc_S: cute.Tensor
     acc_O: cute.Tensor
     reference: cute.Tensor
     total: cute.Tensor
     factors: cute.Tensor
-    partial: cute.Tensor
     pipes: ForwardPipes
     scale_log2: Float32
+    hidden_score: Float32
     lane: Int32
     warpgroup: Int32
     next_warpgroup: Int32

@@ -4,7 +4,7 @@ from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
@@ -21,6 +21,7 @@ from cute_fa.kernels.forward.bundles import (
     ForwardSizes,
     ForwardSmem,
     ForwardTma,
+    Work,
 )
 from cute_fa.kernels.forward.producer import load_tiles
 from cute_fa.tuning.budget import REGISTER_SPLITS, SMEM_ALIGNMENT
@@ -38,7 +39,7 @@ class ForwardKernel:
     Edges, producer -> consumer:
         Q, K, V     load warp -> consumer warpgroups: TMA, rings of num_q_stages, num_kv_stages, num_kv_stages; a stage is
                     freed by all consumer warps
-        tile        load warp -> consumer warpgroups: coordinates, 2 slots
+        tile        load warp -> consumer warpgroups: coordinates, 4 slots; back: whether to do it once more, with care
         turn        warpgroup -> next warpgroup: issue products now (ping-pong, plan.has_turns)
         O           warpgroup -> its first warp: staged in shared memory, stored by TMA; or from registers
     Timeline of a consumer warpgroup, n blocks from right to left:
@@ -110,12 +111,13 @@ class ForwardKernel:
         box_layout = tile_layout(self.dtype, *box)
         atom_o, coord_O = tma.store_atom(mO, box_layout, box)
         scores = mma.scores_mma(self.dtype, num_warpgroups, tile.tile_n)
+        half = mma.scores_mma(self.dtype, num_warpgroups, tile.tile_n // 2)
         values = mma.values_mma(self.dtype, num_warpgroups, tile.head_dim_v)
         self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             ForwardTma(atom_q, atom_k, atom_v, atom_o),
             ForwardGmem(coord_Q, coord_K, coord_Vt, coord_O, mO, view.reordered(lse, (2, 1, 0)), counter),
-            ForwardMmas(scores, scores, values),
+            ForwardMmas(scores, scores, half, half, values),
             sizes,
             *layouts,
         ).launch(
@@ -124,6 +126,8 @@ class ForwardKernel:
             stream=stream,
             # Without it ptxas ignores setmaxnreg (C7508).
             min_blocks_per_mp=1,
+            # The next launch sets up under the end of this one; see `load_tiles` for what waits.
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -177,32 +181,30 @@ class ForwardKernel:
         is_first_warp = warp % WARPS_PER_WARPGROUP == 0
         w = self._consumer(mmas, smem, pipes, sizes, warpgroup, lane)
         inverse = cute.make_rmem_tensor(2, Float32)
-        band = sizes.band(self.plan)
+        band = sizes.band(self.plan, mma.ROWS_PER_WARPGROUP)
         row_in_tile = warpgroup * mma.ROWS_PER_WARPGROUP + (warp % WARPS_PER_WARPGROUP) * 16 + lane // 4
         q_state, k_state, slot = pipes.q.state(CONSUMER), pipes.k.state(CONSUMER), pipes.tiles.consumer_state()
         if cutlass.const_expr(self.plan.has_turns):
             if warpgroup == num_warpgroups - 1:
                 barriers.pass_turn(Int32(0))
-        m_block, head, batch_idx = pipes.tiles.fetch(slot, lane)
-        slot.advance()
+        work = Work(*pipes.tiles.fetch(slot, warpgroup))
         v_index, v_phase = k_state.index, k_state.phase  # V(j) has the index and phase that K(j) had
-        while m_block >= 0:
-            row = m_block * tile.tile_m + row_in_tile
-            num_n_blocks = cutlass.max(band.n_blocks(m_block)[1], 1)
-            num_unmasked = band.unmasked_n_blocks(m_block)[1]
-            q_index = q_state.index
-            mainloop.first_step(
-                w, band, num_n_blocks - 1, row, num_unmasked, (k_state.index, k_state.phase), (q_index, q_state.phase)
-            )
+        while work.m_block >= 0:
+            row = work.m_block * tile.tile_m + row_in_tile
+            for _ in cutlass.range(work.num_skipped, unroll=1):
+                mainloop.skip_step(w, (k_state.index, k_state.phase))
+                k_state.advance()
+            q_index, n_block = q_state.index, work.num_n_blocks - 1
+            k, q = (k_state.index, k_state.phase), (q_index, q_state.phase)
+            mainloop.first_step(w, band, n_block, row, work.first, work.has_care != 0, k, q)
             v_index, v_phase = k_state.index, k_state.phase
             k_state.advance()
-            n_block = num_n_blocks - 2
-            if cutlass.const_expr(self.plan.is_causal):
-                while n_block >= num_unmasked:
-                    mainloop.masked_step(w, band, n_block, row, (k_state.index, k_state.phase), (v_index, v_phase), q_index)
-                    v_index, v_phase = k_state.index, k_state.phase
-                    k_state.advance()
-                    n_block -= 1
+            n_block -= 1
+            while n_block >= work.num_fast:
+                mainloop.masked_step(w, band, n_block, row, (k_state.index, k_state.phase), (v_index, v_phase), q_index)
+                v_index, v_phase = k_state.index, k_state.phase
+                k_state.advance()
+                n_block -= 1
             while n_block >= 0:
                 mainloop.unmasked_step(w, (k_state.index, k_state.phase), (v_index, v_phase), q_index)
                 v_index, v_phase = k_state.index, k_state.phase
@@ -212,20 +214,24 @@ class ForwardKernel:
             q_state.advance()
             pipes.v.wait_full(v_index, v_phase)
             mainloop.issue_values(w, v_index)
-            place = m_block, head, batch_idx
-            m_block, head, batch_idx = pipes.tiles.fetch(slot, lane)
+            done = work
+            has_failed = done.has_care == 0 and softmax.is_out_of_range(w.total, self.dtype)
+            scheduler.settle(pipes.tiles, slot.index, lane, cute.arch.vote_any_sync(has_failed))
             slot.advance()
+            work = Work(*pipes.tiles.fetch(slot, warpgroup))
             for r in cutlass.range_constexpr(2):
                 inverse[r], lse = softmax.normalizer(w.total[r], w.reference[r])
-                _store_lse(gmem.lse, lse, row + 8 * r, place[1], place[2], lane)
+                _store_lse(gmem.lse, lse, row + 8 * r, done.head, done.batch_idx, lane)
             mma.wait(0)
             pipes.v.release(v_index, lane)
             if cutlass.const_expr(tile.has_o_staging):
+                _wait_for_first_store(is_first_warp, done.has_care != 0)
+                place = done.m_block, done.head, done.batch_idx
                 epilogue.store_staged(
                     w.acc_O, inverse, mmas.values, thread, smem.sO, atoms.out, gmem.mO, place, warpgroup, is_first_warp
                 )
             else:
-                epilogue.store_direct(w.acc_O, inverse, gmem.out, (row, place[1], place[2]), lane, self.dtype)
+                epilogue.store_direct(w.acc_O, inverse, gmem.out, (row, done.head, done.batch_idx), lane, self.dtype)
         if cutlass.const_expr(tile.has_o_staging):
             epilogue.wait_for_store(is_first_warp)
 
@@ -233,10 +239,15 @@ class ForwardKernel:
         tile = self.plan.tile
         mma.accumulates(mmas.scores, False)
         mma.accumulates(mmas.scores_add, True)
+        mma.accumulates(mmas.half, False)
+        mma.accumulates(mmas.half_add, True)
         mma.accumulates(mmas.values, True)
         thread_S = mmas.scores.get_slice(warpgroup * WARPGROUP_THREADS)
         thread_O = mmas.values.get_slice(warpgroup * WARPGROUP_THREADS)
-        pair = partial(cute.make_rmem_tensor, 2, Float32)
+        thread_half = mmas.half.get_slice(warpgroup * WARPGROUP_THREADS)
+        sK_half = cute.local_tile(smem.sK, (tile.tile_n // 2, tile.head_dim), (0, 0, None))
+        acc_half = thread_half.make_fragment_C(thread_half.partition_shape_C((tile.tile_m, tile.tile_n // 2)))
+        pair, scale_log2 = partial(cute.make_rmem_tensor, 2, Float32), softmax.nonzero(sizes.scale_log2)
         is_last = warpgroup + 1 == tile.num_consumer_warpgroups
         return Consumer(
             mmas=mmas,
@@ -244,14 +255,16 @@ class ForwardKernel:
             tSrK=mmas.scores.make_fragment_B(thread_S.partition_B(smem.sK)),
             tOrVt=mmas.values.make_fragment_B(thread_O.partition_B(smem.sVt)),
             tOrP=thread_O.make_fragment_A(thread_O.partition_shape_A((tile.tile_m, tile.tile_n))),
+            tSrK_half=mmas.half.make_fragment_B(thread_half.partition_B(sK_half)),
+            half_layout=acc_half.layout,
             acc_S=thread_S.make_fragment_C(thread_S.partition_shape_C((tile.tile_m, tile.tile_n))),
             acc_O=thread_O.make_fragment_C(thread_O.partition_shape_C((tile.tile_m, tile.head_dim_v))),
             reference=pair(),
             total=pair(),
             factors=pair(),
-            partial=pair(),
             pipes=pipes,
-            scale_log2=sizes.scale_log2,
+            scale_log2=scale_log2,
+            hidden_score=softmax.hidden_score(scale_log2),
             lane=lane,
             warpgroup=warpgroup,
             next_warpgroup=register.select(is_last, Int32(0), warpgroup + 1),
@@ -291,6 +304,13 @@ class ForwardKernel:
         )
         sO = tensors["o"][None, None, 0] if tile.has_o_staging else None
         return ForwardSmem(tensors["q"], tensors["k"], tensors["v"], sO), pipes
+
+
+@cute.jit
+def _wait_for_first_store(is_first_warp: Boolean, has_care: Boolean):
+    """SYNC: what was stored for a tile that failed is in memory before the tile is stored again."""
+    if has_care:
+        epilogue.wait_for_store(is_first_warp, is_read_enough=False)
 
 
 @cute.jit

@@ -1,17 +1,20 @@
 """Mainloop: a consumer warpgroup's walk over the key blocks of one tile, from right to left.
 
 Every step but a tile's first issues S(j) = Q K(j) and behind it O += P(j + 1) V(j + 1), waits for S(j) alone, and runs
-the softmax of S(j) under the second product. Masked and unmasked steps differ in their softmax (`device/softmax.py`).
+the softmax of S(j) under the second product. Masked and unmasked steps differ in their softmax (`device/softmax.py`):
+in a tile that is done once more, with care, all steps are masked ones.
 """
 
 from functools import partial
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cute_fa.device import barriers, mask, mma, register, softmax
 from cute_fa.device.band import Band
-from cute_fa.kernels.forward.bundles import Consumer
+from cute_fa.kernels.forward.bundles import LEFT_HALF, WHOLE, Consumer
+
+# Of 8 columns, from the left: of which a tile's first block takes maxima. All columns would take as long as the exponentials.
+FIRST_GROUPS = 2
 
 
 def issue_scores(w: Consumer, k_index, q_index):
@@ -42,32 +45,25 @@ def issue_both(w: Consumer, k, v, q_index):
     mma.wait(1)
 
 
-def finish_values(w: Consumer, v_index, sums):
-    """Waits for O += P V, below the exponentials that add up to `sums`, and frees V's stage. P may be overwritten then."""
-    register.hold(sums, w.pipes.tiles.words.iterator)
+def finish_values(w: Consumer, v_index):
+    """Waits for O += P V, below the exponentials in the totals, and frees V's stage. P may be overwritten then."""
+    register.hold(w.total[0] + w.total[1], w.pipes.tiles.words.iterator)
     mma.wait(0)
     w.pipes.v.release(v_index, w.lane)
 
 
-def first_step(w: Consumer, band: Band, n_block, row, num_unmasked, k, q):
-    """A tile's first block, in which O is empty. k, q: (index, phase)."""
+def first_step(w: Consumer, band: Band, n_block, row, first, has_care, k, q):
+    """A tile's first block, in which O is empty. first: WHOLE, MASKED or LEFT_HALF. k, q: (index, phase)."""
     w.pipes.q.wait_full(*q)
     w.pipes.k.wait_full(*k)
-    issue_scores(w, k[0], q[0])
     w.acc_O.fill(0.0)
-    mma.wait(0)
+    ends = _key_ends(w, band, n_block, row)
+    _first_block(w, w.tOrP, w.reference, w.total, ends, first, has_care, k[0], q[0])
     w.pipes.k.release(k[0], w.lane)
-    softmax.scale(w.acc_S, w.scale_log2)
-    _mask_if(w.acc_S, num_unmasked <= n_block, *_key_ends(w, band, n_block, row))
-    maxima = softmax.row_maxima(w.acc_S)
-    for r in range(2):
-        w.reference[r] = maxima[r]
-        w.total[r] = softmax.exponentials(w.acc_S, r, softmax.finite(maxima[r]))
-    pack_probabilities(w)
 
 
 def masked_step(w: Consumer, band: Band, n_block, row, k, v, q_index):
-    """A block with invisible keys: maxima, and a rescale where one has risen far."""
+    """A block with invisible keys, or with care any block: maxima, and a rescale where one has risen far."""
     issue_both(w, k, v, q_index)
     w.pipes.k.release(k[0], w.lane)
     softmax.scale(w.acc_S, w.scale_log2)
@@ -78,28 +74,37 @@ def masked_step(w: Consumer, band: Band, n_block, row, k, v, q_index):
     _move_reference_if(has_risen, w.reference, w.total, w.factors, maxima[0], maxima[1])
     for r in range(2):
         w.total[r] = w.total[r] + softmax.exponentials(w.acc_S, r, softmax.finite(w.reference[r]))
-    finish_values(w, v[0], w.total[0] + w.total[1])
+    finish_values(w, v[0])
     _rescale_if(has_risen, w.acc_O, w.factors)
     pack_probabilities(w)
 
 
 def unmasked_step(w: Consumer, k, v, q_index):
-    """A block that all rows see: no maxima.
+    """A block that all rows see, with a key behind them: no maxima. Totals tell later whether that was right.
 
     The wait for O stands half-way through the exponentials, where O is done, so that V's stage is freed early.
     """
-    num_groups = cute.size(w.acc_S) // 4
+    middle = cute.size(w.acc_S) // 8
     exponentials = partial(softmax.exponentials, w.acc_S, scale_log2=w.scale_log2)
     issue_both(w, k, v, q_index)
-    for r in range(2):
-        w.partial[r] = exponentials(r, w.reference[r], end=num_groups // 2)
-    finish_values(w, v[0], w.partial[0] + w.partial[1])
-    for r in range(2):
-        w.partial[r] = w.partial[r] + exponentials(r, w.reference[r], begin=num_groups // 2)
-    pack_probabilities(w)
-    # No product is in flight here: ptxas serialises them where a branch contains another one (C7515).
-    _repeat_if_out_of_range(w, w.acc_S, w.acc_O, w.tOrP, w.reference, w.total, w.factors, w.partial, k[0], q_index)
     w.pipes.k.release(k[0], w.lane)
+    for r in range(2):
+        w.total[r] = w.total[r] + exponentials(r, w.reference[r], end=middle)
+    finish_values(w, v[0])
+    for r in range(2):
+        w.total[r] = w.total[r] + exponentials(r, w.reference[r], begin=middle)
+    pack_probabilities(w)
+
+
+def skip_step(w: Consumer, k):
+    """A block that this warpgroup does not see, though others of the tile do. V comes in a stage of the same number."""
+    w.pipes.k.wait_full(*k)
+    w.pipes.k.release(k[0], w.lane)
+    if w.plan.has_turns:
+        barriers.wait_for_turn(w.warpgroup)
+        barriers.pass_turn(w.next_warpgroup)
+    w.pipes.v.wait_full(*k)
+    w.pipes.v.release(k[0], w.lane)
 
 
 def _key_ends(w: Consumer, band: Band, n_block, row):
@@ -107,9 +112,55 @@ def _key_ends(w: Consumer, band: Band, n_block, row):
 
 
 @cute.jit
-def _mask_if(acc_S: cute.Tensor, is_needed: Boolean, end_0: Int32, end_1: Int32):
+def _first_block(
+    w: Consumer,
+    tOrP: cute.Tensor,
+    reference: cute.Tensor,
+    total: cute.Tensor,
+    ends,
+    first: Int32,
+    has_care: Boolean,
+    k_index: Int32,
+    q_index: Int32,
+):
+    """S and P of a tile's first block. What a branch writes is an argument of its own, not reached through `w`."""
+    dtype = mma.DTYPES[w.plan.dtype]
+    tSrQ = w.tSrQ[None, None, None, q_index]
+    if w.plan.has_half_blocks and first == LEFT_HALF:
+        half_S = cute.make_rmem_tensor(w.half_layout, Float32)
+        mma.issue(w.mmas.half, w.mmas.half_add, half_S, tSrQ, w.tSrK_half[None, None, None, k_index])
+        mma.wait(0)
+        mask.mask_scores(half_S, *ends, w.hidden_score)
+        _first_softmax(w, half_S, reference, total, has_care)
+        register.pack(half_S, tOrP, dtype)
+        register.clear_words(tOrP, begin=cute.size(half_S) // 2)
+    else:
+        acc_S = cute.make_rmem_tensor(w.acc_S.layout, Float32)
+        mma.issue(w.mmas.scores, w.mmas.scores_add, acc_S, tSrQ, w.tSrK[None, None, None, k_index])
+        mma.wait(0)
+        _mask_if(acc_S, first != WHOLE, *ends, w.hidden_score)
+        _first_softmax(w, acc_S, reference, total, has_care)
+        register.pack(acc_S, tOrP, dtype)
+
+
+def _first_softmax(w: Consumer, acc_S, reference, total, has_care):
+    _take_maxima(acc_S, reference, has_care, w.scale_log2)
+    for r in range(2):
+        total[r] = softmax.exponentials(acc_S, r, softmax.finite(reference[r]), w.scale_log2)
+
+
+@cute.jit
+def _take_maxima(acc_S: cute.Tensor, reference: cute.Tensor, has_care: Boolean, scale_log2: Float32):
+    """References of a first block: the maxima of its leftmost columns, with care of all."""
+    reference[0], reference[1] = softmax.row_maxima(acc_S, scale_log2=scale_log2, num_groups=FIRST_GROUPS)
+    if has_care:
+        reference[0], reference[1] = softmax.row_maxima(acc_S, scale_log2=scale_log2)
+
+
+@cute.jit
+def _mask_if(acc_S: cute.Tensor, is_needed: Boolean, end_0: Int32, end_1: Int32, hidden: Float32):
     if is_needed:
-        mask.mask_scores(acc_S, end_0, end_1)
+        mask.mask_scores(acc_S, end_0, end_1, hidden)
 
 
 @cute.jit
@@ -124,34 +175,3 @@ def _move_reference_if(
 def _rescale_if(has_risen: Boolean, acc_O: cute.Tensor, factors: cute.Tensor):
     if has_risen:
         softmax.rescale(acc_O, factors)
-
-
-@cute.jit
-def _repeat_if_out_of_range(
-    w: Consumer,
-    acc_S: cute.Tensor,
-    acc_O: cute.Tensor,
-    tOrP: cute.Tensor,
-    reference: cute.Tensor,
-    total: cute.Tensor,
-    factors: cute.Tensor,
-    partial: cute.Tensor,
-    k_index: Int32,
-    q_index: Int32,
-):
-    """Computes the block again, with maxima, for the whole warpgroup (products are the warpgroup's) if any thread asks.
-
-    K's stage is still held. What the branch writes is an argument of its own, not reached through `w`.
-    """
-    is_bad = softmax.is_out_of_range(partial, mma.DTYPES[w.plan.dtype])
-    if barriers.any_in_warpgroup(w.warpgroup, is_bad):
-        issue_scores(w, k_index, q_index)
-        mma.wait(0)
-        softmax.scale(acc_S, w.scale_log2)
-        softmax.move_reference(reference, total, factors, softmax.row_maxima(acc_S, reference))
-        softmax.rescale(acc_O, factors)
-        for r in cutlass.range_constexpr(2):
-            partial[r] = softmax.exponentials(acc_S, r, softmax.finite(reference[r]))
-        register.pack(acc_S, tOrP, mma.DTYPES[w.plan.dtype])
-    for r in cutlass.range_constexpr(2):
-        total[r] = total[r] + partial[r]
