@@ -72,7 +72,7 @@ def flash_attn_func(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
     """
-    options = AttentionOptions(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         return_lse, learnable_sink, attention_chunk, num_splits, pack_gqa,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def flash_attn_qkvpacked_func(
     Example:
         >>> out = cute_fa.flash_attn_qkvpacked_func(torch.randn(2, 1024, 3, 16, 64), causal=True)
     """
-    options = AttentionOptions(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         return_lse, learnable_sink, attention_chunk,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def flash_attn_kvpacked_func(
     Example:
         >>> out = cute_fa.flash_attn_kvpacked_func(torch.randn(2, 128, 16, 64), torch.randn(2, 1024, 2, 4, 64))
     """
-    options = AttentionOptions(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         return_lse, learnable_sink, attention_chunk,
     )  # fmt: skip

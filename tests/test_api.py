@@ -76,6 +76,7 @@ def test_every_argument_arrives_under_its_name(calls, name):
     [arguments] = calls
     used = {key for key in ("q", "k", "v", "k_cache", "v_cache", "qkv", "kv") if key in given and "kvcache" not in name}
     for group in arguments:
+        group = AttentionOptions(*group) if type(group) is tuple else group  # as `dense` takes them
         if isinstance(group, (AttentionOptions, PackedSequences, CacheUpdate)):
             fields = getattr(group, "__dataclass_fields__", {})
             defaults = getattr(group, "_field_defaults", {name: field.default for name, field in fields.items()})

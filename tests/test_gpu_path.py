@@ -45,6 +45,18 @@ def test_layouts(layout, causal):
     assert allocations == 2 + 3 * (layout in COPIED), "copies"
 
 
+def test_known_calls_in_turns():
+    """Calls with one key but another address, and with other keys: each is its own, in memory of its own."""
+    x = torch.randn(2 * 300 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)
+    even, odd = (x[i : i + 2 * 300 * 4 * 64].view(2, 300, 4, 64) for i in (0, 1))
+    calls = [(even, False), (odd, False), (even, True), (even[:, :200], False), (even.transpose(0, 1), False)]
+    wanted = [attention(x.clone(memory_format=torch.contiguous_format), *[x.contiguous()] * 2, causal=c) for x, c in calls]
+    found = [attention(x, x, x, causal=c, return_lse=True) for _ in range(2) for x, c in calls]
+    for (out, _), expected in zip(found, wanted * 2, strict=True):
+        assert torch.equal(out, expected), "bitwise equal"
+    assert len({x.data_ptr() for results in found for x in results}) == 20, "out and lse of ten calls"
+
+
 def test_expanded_keys():
     """Stride 0: one head for all, one batch for all."""
     q, k, v = qkv()
@@ -192,12 +204,12 @@ print(time.perf_counter() - begin)
 
 
 def test_second_process_starts_fast(tmp_path):
-    """A warm disk cache: from `import torch` to the first result in under two seconds, CUDA's own start included."""
+    """A warm disk cache: from `import torch` to the first result in under a second, CUDA's own start included."""
     cold = run_python(FIRST_CALL, tmp_path)
     warm = [run_python(FIRST_CALL, tmp_path) for _ in range(3)]  # other tests run beside this one, so the best of three
     assert all(done.returncode == 0 for done in (cold, *warm)), cold.stderr[-2000:] + warm[0].stderr[-2000:]
     seconds = [float(done.stdout) for done in warm]
-    assert min(seconds) < 2, f"first process {cold.stdout.strip()} s, later ones {seconds} s"
+    assert min(seconds) < 1, f"first process {cold.stdout.strip()} s, later ones {seconds} s"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,5 +1,6 @@
 """Launch: one call of attention on a Hopper GPU, from checked tensors to kernels in flight on torch's current stream."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -21,39 +22,58 @@ TMA_ALIGNMENT_BYTES = 16  # of addresses and strides; PTX ISA, "tensor maps"
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
+# Memory on the current device, given (sizes, strides, dtype), the first two tuples and no torch.Size. What code compiled by inductor calls; through the
+# dispatcher an allocation takes twice as long on the host.
+_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
+    lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
+)
+
+
 def forward(q, k, v, softmax_scale: float, mask: tuple):
     """out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), fp32, of a dense call.
 
     Tensors are those of `api.flash_attn_func`, checked by `validate` and `support`; mask: (left, right, chunk) as in
     MaskSpec. A tensor that TMA cannot read as it lies is copied. The caller's device need not be current.
     """
-    device_index = q.get_device()
-    if device_index != torch.cuda.current_device():
-        with torch.cuda.device(device_index):
-            return forward(q, k, v, softmax_scale, mask)
-    q_shape, v_shape = q.shape, v.shape
-    strides = q.stride(), k.stride(), v.stride()
-    plan, num_sms, has_tma_strides = _prepare(device_index, q.dtype, mask, (q_shape, k.shape, v_shape), strides)
-    out = q.new_empty((*q_shape[:3], v_shape[3]))
-    lse = q.new_empty((q_shape[0], q_shape[2], q_shape[1]), dtype=torch.float32)
-    if plan is None:
-        return out.zero_(), lse.fill_(-torch.inf)
-    q, k, v = _as_tma_reads((q, k, v), has_tma_strides)
-    cache.load(plan)(q, k, v, out, lse, _counter(device_index), softmax_scale, num_sms)
-    return out, lse
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    return forward_launch(q.get_device(), q.dtype, mask, shapes, strides)(q, k, v, softmax_scale)
 
 
 @lru_cache(maxsize=4096)
-def _prepare(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple):
-    """(plan, SMs of the device, whether TMA takes the strides as they are); plan None where there is no pair to score."""
-    num_sms = sm_count(device_index)
+def forward_launch(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple) -> Callable:
+    """`forward` of all calls with these shapes and strides: (q, k, v, softmax_scale) -> out, lse. Loads the kernel."""
     q_shape, _, v_shape = shapes
-    has_pairs = 0 not in q_shape and 0 not in v_shape
-    plan = plan_of(dtype, q_shape, v_shape, mask, num_sms) if has_pairs else None
-    if plan and q_shape[0] * q_shape[2] * -(-q_shape[1] // plan.tile.tile_m) > MAX_TILES:
-        rule = f"at most {MAX_TILES} tiles of {plan.tile.tile_m} queries of one head"
-        raise NotSupportedError(expected("q", rule, f"shape {tuple(q_shape)}", "Split the batch"))
-    return plan, num_sms, _all_have_tma_strides(dtype, shapes, strides)
+    batch, seqlen_q, heads_q, _ = q_shape
+    num_sms = sm_count(device_index)
+    kernel = None  # where there is no pair to score
+    if 0 not in q_shape and 0 not in v_shape:
+        plan = plan_of(dtype, q_shape, v_shape, mask, num_sms)
+        if batch * heads_q * -(-seqlen_q // plan.tile.tile_m) > MAX_TILES:
+            rule = f"at most {MAX_TILES} tiles of {plan.tile.tile_m} queries of one head"
+            raise NotSupportedError(expected("q", rule, f"shape {tuple(q_shape)}", "Split the batch"))
+        kernel = cache.load(plan)
+    has_tma_strides = _all_have_tma_strides(dtype, shapes, strides)
+    out_facts = *_contiguous(batch, seqlen_q, heads_q, v_shape[3]), dtype
+    lse_facts = *_contiguous(batch, heads_q, seqlen_q), torch.float32
+
+    def launch(q, k, v, softmax_scale: float):
+        if torch._C._cuda_getDevice() != device_index:
+            with torch.cuda.device(device_index):
+                return launch(q, k, v, softmax_scale)
+        out, lse = _empty_strided(*out_facts), _empty_strided(*lse_facts)
+        if kernel is None:
+            return out.zero_(), lse.fill_(-torch.inf)
+        if not has_tma_strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
+            q, k, v = _as_tma_reads((q, k, v))
+        kernel(q, k, v, out, lse, _counter(device_index), softmax_scale, num_sms)
+        return out, lse
+
+    return launch
+
+
+def _contiguous(*sizes: int) -> tuple[tuple, tuple]:
+    """The sizes, and the strides that torch gives them; for empty tensors too."""
+    return sizes, torch.empty(sizes, device="meta").stride()
 
 
 def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_deterministic: bool, needs: tuple):
@@ -66,18 +86,18 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     """
     q, k, v = inputs
     device_index = q.get_device()
-    if device_index != torch.cuda.current_device():
+    if torch._C._cuda_getDevice() != device_index:
         with torch.cuda.device(device_index):
             return backward(inputs, results, gradients, softmax_scale, mask, is_deterministic, needs)
     (out, lse), (dout, dlse) = results, gradients
     tensors = q, k, v, out, dout
     shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
-    plans, has_tma_strides = _prepare_backward(q.dtype, mask, shapes, strides, is_deterministic, needs)
+    plan, kernels, has_tma_strides = _prepare_backward(q.dtype, mask, shapes, strides, is_deterministic, needs)
     dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip(inputs, needs))
-    if plans is None:
+    if plan is None:
         return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
-    plan, before, after = plans
-    q, k, v, out, dout = _as_tma_reads(tensors, has_tma_strides)
+    if not has_tma_strides or any(x.data_ptr() % TMA_ALIGNMENT_BYTES for x in tensors):
+        q, k, v, out, dout = _as_tma_reads(tensors)
     tile_m, head_dim = plan.tile.tile_m, plan.tile.head_dim
     num_blocks = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
     fp32 = {"dtype": torch.float32, "device": q.device}
@@ -85,30 +105,29 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     accumulator = torch.zeros((num_blocks, tile_m * head_dim), **fp32) if plan.needs_dq else None
     semaphores = torch.zeros(num_blocks + 1, dtype=torch.int32, device=q.device) if plan.is_deterministic else None
     has_dlse = dlse is not None
-    cache.load(before)(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
-    cache.load(plan)((q, k, v), dout, statistics, accumulator, (dk, dv), semaphores, softmax_scale)
-    if plan.needs_dq:
-        cache.load(after)(accumulator, dq, softmax_scale)
+    before, main, *after = kernels
+    before(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
+    main((q, k, v), dout, statistics, accumulator, (dk, dv), semaphores, softmax_scale)
+    for kernel in after:
+        kernel(accumulator, dq, softmax_scale)
     return dq, dk, dv
 
 
 @lru_cache(maxsize=4096)
 def _prepare_backward(dtype, mask: tuple, shapes: tuple, strides: tuple, is_deterministic: bool, needs: tuple):
-    """(plans of the main kernel, of the one before and of the one after it, whether TMA takes the strides as they are);
-    plans None where there is no pair to score."""
+    """(plan, its kernel between the one before it and the one after it, which only dq needs, whether TMA takes the
+    strides as they are); plan None where there is no pair to score."""
     q_shape, _, v_shape, *_ = shapes
-    has_pairs = 0 not in q_shape and 0 not in v_shape
-    plans = backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs) if has_pairs else None
-    return plans, _all_have_tma_strides(dtype, shapes, strides)
+    has_tma_strides = _all_have_tma_strides(dtype, shapes, strides)
+    if 0 in q_shape or 0 in v_shape:
+        return None, (), has_tma_strides
+    plan, before, after = backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
+    kernels = tuple(map(cache.load, (before, plan, after) if plan.needs_dq else (before, plan)))
+    return plan, kernels, has_tma_strides
 
 
-def _as_tma_reads(tensors, has_tma_strides: bool):
+def _as_tma_reads(tensors) -> list:
     """The tensors, with a contiguous copy in place of each that TMA cannot read as it lies."""
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    if has_tma_strides and not addresses % TMA_ALIGNMENT_BYTES:
-        return tensors
     return [x if is_tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 

@@ -5,6 +5,7 @@ operator. The operators take one flat list of arguments, `Call`, because a torch
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple, Optional, get_type_hints
 
 import torch
@@ -15,6 +16,7 @@ from cute_fa.core.errors import NotSupportedError, expected
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import launch, support, validate
+from cute_fa.ops.eager import are_plain, is_eager, key_of
 from cute_fa.ops.library import autocast, define
 from cute_fa.reference import dense as reference_dense
 from cute_fa.reference import varlen as reference_varlen
@@ -76,66 +78,60 @@ _GRADIENT_OF = (0, 1, 2, 3 + Call._fields.index("learnable_sink"))
 _needs = [(f"needs_{name}", bool) for name in _GRADIENTS]
 BackwardCall = NamedTuple("BackwardCall", [*_needs, *get_type_hints(Call).items()])
 
-# Dense calls that were checked, by all that checks and scalars depend on. Only calls without tensors beside q, k and v.
-_checked: dict[tuple, Call] = {}
-_MAX_CHECKED = 4096
-_PLAIN_TYPES = frozenset((bool, int, float, tuple, type(None)))
+
+class Known(NamedTuple):
+    """What a dense call that passed the checks comes to. launch: as `launch.forward_launch` gives it; None for CPU tensors."""
+
+    call: Call
+    options: AttentionOptions
+    launch: Optional[Callable]
 
 
-def dense(q, k, v, options: AttentionOptions):
-    """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options` asks for (see `api`).
+# Dense calls that were checked, by all that checks, scalars and launch depend on (`eager.key_of`).
+_known: dict[tuple, Known] = {}
+_MAX_KNOWN = 4096
 
-    An eager call like an earlier one skips the checks.
+
+def dense(q, k, v, options: tuple):
+    """Attention on (batch, seqlen, heads, head_dim) tensors; returns what `options`, the fields of AttentionOptions, asks
+    for (see `api`).
+
+    An eager call like an earlier one takes one lookup instead of checks, plan and layouts.
     """
-    q, k, v = autocast(q, k, v)
-    is_eager = _is_eager(q, k, v)
-    key = _key(q, k, v, options) if is_eager else None
-    call = key and _checked.get(key)
-    if call is None:
-        call = _call(q, k, v, validate.dense(q, k, v, options), options, _DENSE)
-        if key and call.rng_state is None:
-            if len(_checked) >= _MAX_CHECKED:
-                _checked.clear()
-            _checked[key] = call
-    if is_eager and q.is_cuda and not _needs_backward(q, k, v, options.learnable_sink):
+    key = key_of(q, k, v, options)
+    known = key and _known.get(key)
+    if known is None:
+        q, k, v = autocast(q, k, v)
+        known = _checked(q, k, v, options)
+    call, options, launch_known = known
+    if launch_known and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         # The operator, which nothing would look at, takes as long on the host as the launch.
-        results = (*_launch(q, k, v, call), q.new_empty(0) if options.return_attn_probs else None)
-    else:
-        results = torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
-    return _asked_for(results, options)
+        out, lse = launch_known(q, k, v, call.softmax_scale)
+        return _asked_for((out, lse, q.new_empty(0) if options.return_attn_probs else None), options)
+    return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
 
 
-def _key(q, k, v, options: AttentionOptions):
-    """What checks and scalars of a dense call depend on, or None where an option is no plain value.
+def _checked(q, k, v, options: tuple) -> Known:
+    """The known call, after the checks where it is new; remembered where it has a key."""
+    key = key_of(q, k, v, options)
+    known = key and _known.get(key)
+    if known is None:
+        named = AttentionOptions(*options)
+        call = _call(q, k, v, validate.dense(q, k, v, named), named, _DENSE)
+        if not key or not are_plain(named) or call.rng_state is not None:
+            return Known(call, named, None)
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        known = _known[key] = Known(call, named, _launch_of(q, k, v, call))
+    return known
 
-    Types are in it because 1, 1.0 and True are equal, and not all of them legal.
-    """
-    types = tuple(map(type, options))
-    if not _PLAIN_TYPES.issuperset(types) or type(options.window_size) is not tuple:
+
+def _launch_of(q, k, v, call: Call) -> Optional[Callable]:
+    """The launch of calls like this one; None for CPU tensors."""
+    if not q.is_cuda:
         return None
-    types_of_window = tuple(map(type, options.window_size))
-    if not _PLAIN_TYPES.issuperset(types_of_window):
-        return None
-    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return (*tensors, options, types, types_of_window, torch.are_deterministic_algorithms_enabled())
-
-
-def _is_eager(*tensors) -> bool:
-    """Whether these are torch's own tensors and nothing looks on: no trace, no mode, no transform, no profiler."""
-    return (
-        not torch.compiler.is_compiling()
-        and all((type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg() for x in tensors)
-        and torch._C._get_tracing_state() is None
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.maybe_current_level() is None
-        and forward_ad._current_level < 0
-        and not torch.autograd._profiler_enabled()
-    )
-
-
-def _needs_backward(*tensors) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    return launch.forward_launch(q.get_device(), q.dtype, call.mask, shapes, strides)
 
 
 def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
@@ -220,7 +216,7 @@ def _forward_cpu(q, k, v, *flat):
 def _forward_cuda(q, k, v, *flat):
     call = Call(*flat)
     _require_kernels(q, call)
-    return (*_launch(q, k, v, call), q.new_empty(0))
+    return (*launch.forward(q, k, v, call.softmax_scale, call.mask), q.new_empty(0))
 
 
 def _require_kernels(q, call: Call):
@@ -231,10 +227,6 @@ def _require_kernels(q, call: Call):
     if used:
         rule, advice = f"a CPU tensor for a call that uses {', '.join(used)}", "No GPU kernel does that yet"
         raise NotSupportedError(expected("q", rule, f"device {q.device}", advice))
-
-
-def _launch(q, k, v, call: Call):
-    return launch.forward(q, k, v, call.softmax_scale, call.mask)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *flat):
@@ -289,7 +281,7 @@ def _autograd_backward(ctx, dout, dlse, _dprobs):
         dout = torch.zeros_like(out)
     needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
     arguments = dout, dlse, q, k, v, out, lse
-    if q.is_cuda and not torch.is_grad_enabled() and _is_eager(q, k, v, dout):
+    if q.is_cuda and not torch.is_grad_enabled() and is_eager(q, k, v, dout):
         # As in `dense`, without the operator, which is there for who looks on and to refuse a second derivative.
         grads = _launch_backward(*arguments, needs, Call(*tensors, *ctx.scalars))
     else:

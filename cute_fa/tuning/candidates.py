@@ -1,14 +1,30 @@
-"""Candidates: the plans that are compiled and checked before they are trusted (`cute-fa inspect --all --check`)."""
+"""Candidates: the plans that are compiled and checked before they are trusted (`cute-fa inspect --all --check`), and
+those among which the fastest is sought (`python -m benchmarks.tune`)."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from cute_fa.core.dtypes import BFLOAT16, FLOAT16, KERNEL_DTYPES
+from cute_fa.tuning.budget import REGISTER_SPLITS, ForwardTile
 from cute_fa.tuning.heuristics import HEAD_DIM_TILES, build_backward_plan, build_forward_plan
-from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, Plan, PostprocessPlan, PreprocessPlan
+from cute_fa.tuning.plan import (
+    BackwardPlan,
+    ForwardPlan,
+    Plan,
+    PostprocessPlan,
+    PreprocessPlan,
+    usual_heads_per_section,
+)
+from cute_fa.tuning.winners import FORWARD_WINNERS
 
 MASKS = False, True  # is_causal
 ALL_GRADIENTS = True, True, True
 VARIANT_DIMS = 64, 128, 256
+
+# Keys a block: 192 leave a head_dim_v of 128 just the registers that it needs.
+TILE_NS = range(64, 193, 16)
+HEADS_PER_SECTION = 8, 16, 32, 64
 
 
 def checked_plans() -> tuple[Plan, ...]:
@@ -28,9 +44,47 @@ def _pairs_of_tiles():
 
 
 def _forward_plans() -> list[ForwardPlan]:
-    wide = product(KERNEL_DTYPES, (64,), (64,), MASKS, (3,))
-    narrow = ((*sizes, 2) for sizes in _pairs_of_tiles())
-    return [build_forward_plan(*choices) for choices in (*wide, *narrow)]
+    """Of every measured winner, and of the rules, which serve where no winner holds."""
+    winners = [row.plan(dtype) for dtype, row in product(KERNEL_DTYPES, FORWARD_WINNERS)]
+    rules = [build_forward_plan(*sizes, num_warpgroups=2) for sizes in _pairs_of_tiles()]
+    return list(dict.fromkeys([*winners, *rules]))
+
+
+def forward_candidates(dtype: str, head_dim: int, head_dim_v: int, is_causal: bool) -> tuple[ForwardPlan, ...]:
+    """Plans of one pair of compiled tiles, each once: today's first, then all that fit and may be faster.
+
+    Room in shared memory is used: no candidate has less of stages and staging than another one of its blocks and turns.
+    Heads side by side differ from the usual only round today's plans, because they matter less than blocks: enter a new
+    winner in the table, and a second run varies them round that one.
+    """
+    today = list(_todays_plans(dtype, head_dim, head_dim_v, is_causal))
+    sections = HEADS_PER_SECTION if is_causal else ()
+    plans = [*today, *(replace(plan, heads_per_section=heads) for plan, heads in product(today, sections))]
+    usual_heads = usual_heads_per_section(head_dim_v, is_causal)
+    for num_warpgroups, tile_n, has_turns in product(REGISTER_SPLITS, TILE_NS, (True, False)):
+        for tile in _tiles_without_waste(head_dim, head_dim_v, num_warpgroups, tile_n):
+            plans.append(ForwardPlan(dtype, tile, is_causal, has_turns, usual_heads))
+    return tuple(dict.fromkeys(plans))
+
+
+def _todays_plans(dtype: str, head_dim: int, head_dim_v: int, is_causal: bool) -> Iterator[ForwardPlan]:
+    """What `forward_plan` gives for any lengths and numbers of heads."""
+    sizes = (head_dim, head_dim_v, is_causal)
+    for row in FORWARD_WINNERS:
+        if sizes == (row.head_dim, row.head_dim_v, row.is_causal):
+            yield row.plan(dtype)
+    yield build_forward_plan(dtype, *sizes, num_warpgroups=2)
+
+
+def _tiles_without_waste(head_dim: int, head_dim_v: int, num_warpgroups: int, tile_n: int) -> list[ForwardTile]:
+    """Those that fit and have no other one beside them with at least as many stages and as much staging."""
+    sizes = (head_dim, head_dim_v, 64 * num_warpgroups, tile_n, num_warpgroups)
+    choices = [rooms for rooms in product((1, 2), (2, 3), (False, True)) if ForwardTile(*sizes, *rooms).fits]
+    return [
+        ForwardTile(*sizes, *rooms)
+        for rooms in choices
+        if not any(other != rooms and all(a >= b for a, b in zip(other, rooms)) for other in choices)
+    ]
 
 
 def _backward_variants() -> list[BackwardPlan]:

@@ -13,6 +13,20 @@ from cute_fa.tuning.budget import BackwardTile, DqTile, ForwardTile
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
+def usual_forward_tile(head_dim: int, head_dim_v: int, num_warpgroups: int, tile_n: int) -> ForwardTile:
+    """The tile whose name needs no more words: a second stage for Q and staging for O where both fit, else neither.
+
+    It may not fit all the same.
+    """
+    sizes = (head_dim, head_dim_v, 64 * num_warpgroups, tile_n, num_warpgroups)
+    roomy = ForwardTile(*sizes, num_q_stages=2, has_o_staging=True)
+    return roomy if roomy.fits else ForwardTile(*sizes, num_q_stages=1, has_o_staging=False)
+
+
+def usual_heads_per_section(head_dim_v: int, is_causal: bool) -> int:
+    return (16 if head_dim_v == 128 else 32) if is_causal else 1
+
+
 @dataclass(frozen=True)
 class ForwardPlan:
     """dtype: of q, k, v and out. tile: sizes, stages, warpgroups.
@@ -37,8 +51,8 @@ class ForwardPlan:
 
     @property
     def name(self) -> str:
-        """Such as forward-d128-bf16-causal-m128n128."""
-        return _name("forward", self) + "-turns" * self.has_turns
+        """Such as forward-d128-bf16-causal-m128n128-turns; then what is not usual, such as -q1-kv3-direct-h8."""
+        return "-".join([_name("forward", self), *["turns"] * self.has_turns, *_unusual_words(self)])
 
     @property
     def smem_bytes(self) -> int:
@@ -140,3 +154,19 @@ def _name(direction: str, plan: ForwardPlan | BackwardPlan) -> str:
     dims = f"d{t.head_dim}" + (f"-{t.head_dim_v}" if t.head_dim_v != t.head_dim else "")
     mask = "causal" if plan.is_causal else "full"
     return f"{direction}-{dims}-{SHORT_DTYPES[plan.dtype]}-{mask}-m{t.tile_m}n{t.tile_n}"
+
+
+def _unusual_words(plan: ForwardPlan) -> list[str]:
+    """Stages of Q, stages of K and of V, how O is stored, heads side by side."""
+    t = plan.tile
+    usual = usual_forward_tile(t.head_dim, t.head_dim_v, t.num_consumer_warpgroups, t.tile_n)
+    words = []
+    if t.num_q_stages != usual.num_q_stages:
+        words.append(f"q{t.num_q_stages}")
+    if t.num_kv_stages != usual.num_kv_stages:
+        words.append(f"kv{t.num_kv_stages}")
+    if t.has_o_staging != usual.has_o_staging:
+        words.append("staged" if t.has_o_staging else "direct")
+    if plan.heads_per_section != usual_heads_per_section(t.head_dim_v, plan.is_causal):
+        words.append(f"h{plan.heads_per_section}")
+    return words

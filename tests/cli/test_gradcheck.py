@@ -62,7 +62,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(support, "require", lambda problem, device: require(problem, torch.device("cuda:0")))
-    monkeypatch.setattr(attention, "_checked", {})
+    monkeypatch.setattr(attention, "_known", {})
     monkeypatch.setattr(gradcheck_file, "compared", lambda name, dtype, device, seed: compared(name, dtype, "cpu", seed))
 
 

@@ -89,16 +89,18 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "sm_count", lambda device_index: 78)
     monkeypatch.setattr(launch, "_counters", {})
     monkeypatch.setattr(launch, "_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    # As strict as the one for CUDA: sizes and strides are tuples.
+    monkeypatch.setattr(launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # Builds of torch without CUDA have neither of these two.
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     use_stream(monkeypatch, 1)
-    launch._prepare.cache_clear()
+    launch.forward_launch.cache_clear()
     yield calls
-    launch._prepare.cache_clear()
+    launch.forward_launch.cache_clear()
 
 
 def use_stream(monkeypatch, number: int):
-    # Builds of torch without CUDA have no such function.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_index: number, raising=False)
 
 
@@ -135,6 +137,50 @@ def test_what_tma_does_not_read_is_copied(name, is_shifted, launched):
     copy = given["qkv".index(name)]
     assert launch.is_tma_readable(copy) and copy.is_contiguous(), "as TMA reads it"
     assert torch.equal(copy, odd), "the same numbers"
+
+
+def test_an_odd_address_is_copied_after_an_even_one(launched):
+    """The same shapes and strides each time: only the address differs, which no launch may remember."""
+    storage = torch.randn(2 * 5 * 4 * 64 + 1).to(torch.bfloat16)
+    even, odd = (storage[i : i + 2 * 5 * 4 * 64].view(2, 5, 4, 64) for i in (0, 1))
+    for q in (even, odd, even):
+        call(q=q)
+    first, copy, last = (arguments[1] for arguments in launched)
+    assert first is even and last is even, "read as it lies"
+    assert launch.is_tma_readable(copy) and torch.equal(copy, odd), "a copy of the same numbers"
+
+
+def test_a_launch_is_for_one_shape_and_layout(launched):
+    """Calls in turns: each has outputs and a plan of its own sizes, and copies what it must."""
+    rows = aligned(2, 5, 4, 64)
+    columns = torch.as_strided(aligned(4096), (2, 5, 4, 64), (1280, 256, 1, 4))
+    for _ in range(2):
+        for q in (rows, columns, aligned(2, 6, 4, 64), rows.half()):
+            k, v = (aligned(*shape, dtype=q.dtype) for shape in ((2, 7, 2, 64), (2, 7, 2, 40)))
+            *_, out, lse = call(q, k, v)
+            assert (out.shape, out.dtype, lse.shape) == ((*q.shape[:3], 40), q.dtype, (2, 4, q.shape[1])), "of this call"
+            plan, q_given, *_ = launched[-1]
+            assert plan.dtype == str(q.dtype).removeprefix("torch."), "the kernel of this dtype"
+            assert (q_given is q) == (q is not columns), "copied where columns lie apart"
+
+
+def test_results_are_fresh_in_every_call(launched):
+    results = [x for _ in range(3) for x in call()[3:]]
+    assert len({x.data_ptr() for x in results}) == 6, "out and lse of each call"
+
+
+def test_strides_of_results_are_those_of_torch(launched):
+    for shape in ((2, 5, 4, 64), (1, 1, 1, 8), (0, 5, 4, 64), (2, 0, 4, 64)):
+        *_, out, lse = call(aligned(*shape), aligned(shape[0], 7, 1, shape[3]), aligned(shape[0], 7, 1, 24))
+        assert out.stride() == torch.empty(*shape[:3], 24).stride(), f"out of {shape}"
+        assert lse.stride() == torch.empty(shape[0], shape[2], shape[1]).stride(), f"lse of {shape}"
+
+
+def test_a_kernel_is_looked_up_once(launched, monkeypatch):
+    plans, load = [], launch.cache.load
+    monkeypatch.setattr(launch.cache, "load", lambda plan: plans.append(plan) or load(plan))
+    call(), call()
+    assert (len(plans), len(launched)) == (1, 2), "two launches of it"
 
 
 def test_a_copy_of_expanded_columns_has_rows_of_its_own(launched):
@@ -175,7 +221,7 @@ def watch_devices(monkeypatch):
         def __exit__(self, *_error):
             current.pop()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(launch.cache, "load", lambda plan: lambda *arguments: seen.append(list(current)))
     return current, seen
@@ -206,9 +252,9 @@ def test_every_launch_of_a_graph_has_a_counter(launched, monkeypatch):
 def test_more_tiles_than_32_bits_number(launched):
     shapes = (2**24, 1, 128, 8), (2**24, 1, 128, 8), (2**24, 1, 128, 8)
     with pytest.raises(NotSupportedError, match="q: expected at most 2147418112 tiles of 128 queries of one head, got shape"):
-        launch._prepare(-1, torch.bfloat16, CAUSAL, shapes, ((1024, 1024, 8, 1),) * 3)
+        launch.forward_launch(-1, torch.bfloat16, CAUSAL, shapes, ((1024, 1024, 8, 1),) * 3)
     few = ((2**23, 1, 128, 8),) * 3
-    assert launch._prepare(-1, torch.bfloat16, CAUSAL, few, ((1024, 1024, 8, 1),) * 3)[0], "a plan for half of them"
+    assert launch.forward_launch(-1, torch.bfloat16, CAUSAL, few, ((1024, 1024, 8, 1),) * 3), "half of them are launched"
 
 
 ALL = (True, True, True)

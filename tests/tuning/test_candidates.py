@@ -1,12 +1,16 @@
-"""The plans that are compiled and checked: few, different, and enough for every problem."""
+"""The plans that are compiled and checked: few, different, and enough for every problem; and those that are timed."""
 
 import itertools
 
+import pytest
+
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
-from cute_fa.tuning.candidates import checked_plans
+from cute_fa.tuning.budget import ForwardTile
+from cute_fa.tuning.candidates import checked_plans, forward_candidates
 from cute_fa.tuning.heuristics import backward_plan, backward_plans, forward_plan
 from cute_fa.tuning.plan import BackwardPlan, ForwardPlan, PostprocessPlan, PreprocessPlan
+from cute_fa.tuning.winners import FORWARD_WINNERS
 
 TILES = (64, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
@@ -87,3 +91,86 @@ def test_what_backward_calls_get_is_checked():
         assert main == backward_plan(problem), "the main kernel is the first"
         assert main in plans or main.name.replace("fp16", "bf16") in bf16, f"{main.name}, or in bf16, for {problem}"
         assert before in plans and after in plans, f"{before.name} and {after.name} for {problem}"
+
+
+# head_dim, head_dim_v: the fewest and the most candidates that make a tuning run worth its time. Blocks of 192 and more
+# columns leave room for few.
+PAIRS = {
+    "d64": (64, 64, 20, 60),
+    "d96": (96, 96, 20, 60),
+    "d128": (128, 128, 20, 60),
+    "d192-128": (192, 128, 20, 60),
+    "d192": (192, 192, 10, 60),
+    "d256": (256, 256, 4, 60),
+}
+EQUAL_AND_UNEQUAL = list(itertools.product((64, 128, 256), repeat=2))
+by_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def todays_plans(head_dim, head_dim_v, is_causal):
+    """What calls get that are short or long, with few heads or with many."""
+    scores = ScoreSpec(1.0, MaskSpec(right=0 if is_causal else None))
+    for seqlen, heads in itertools.product((1, 64, 1024, 2048, 2049, 4096, 100_000), (1, 4096)):
+        sizes = 1, seqlen, seqlen, heads, heads, head_dim, head_dim_v
+        yield forward_plan(AttentionProblem("dense", "bfloat16", *sizes, scores), 132)
+
+
+@by_mask
+@pytest.mark.parametrize("head_dim, head_dim_v, fewest, most", PAIRS.values(), ids=PAIRS)
+def test_candidates_are_legal_and_different(head_dim, head_dim_v, fewest, most, is_causal):
+    plans = forward_candidates("float16", head_dim, head_dim_v, is_causal)
+    assert fewest <= len(plans) <= most, f"{len(plans)} candidates"
+    assert len(set(plans)) == len({plan.name for plan in plans}) == len(plans), "each once, with a name of its own"
+    for plan in plans:
+        t = plan.tile
+        assert (plan.dtype, pair_of(plan), plan.is_causal) == ("float16", (head_dim, head_dim_v), is_causal), plan.name
+        assert t.fits and t.tile_m == 64 * t.num_consumer_warpgroups, plan.name
+        assert t.tile_n % 16 == 0 and 64 <= t.tile_n <= 192, f"{plan.name}: keys"
+
+
+@by_mask
+@pytest.mark.parametrize("head_dim, head_dim_v", EQUAL_AND_UNEQUAL, ids="{}".format)
+def test_candidates_use_the_room_that_there_is(head_dim, head_dim_v, is_causal):
+    """Every block that fits is there, with turns and without, and only today's plans have fewer stages than fit."""
+    plans = forward_candidates("bfloat16", head_dim, head_dim_v, is_causal)
+    tiles_of_today = {plan.tile for plan in todays_plans(head_dim, head_dim_v, is_causal)}
+    rooms = list(itertools.product((1, 2), (2, 3), (False, True)))
+    usual_heads = {False: 1, True: 16 if head_dim_v == 128 else 32}[is_causal]
+    for num_warpgroups, tile_n in itertools.product((2, 3), range(64, 193, 16)):
+        sizes = head_dim, head_dim_v, 64 * num_warpgroups, tile_n, num_warpgroups
+        fitting = {room for room in rooms if ForwardTile(*sizes, *room).fits}
+        best = {room for room in fitting if not any(all(map(int.__ge__, a, room)) for a in fitting - {room})}
+        tiles = [ForwardTile(*sizes, *room) for room in best]
+        wanted = {
+            ForwardPlan("bfloat16", tile, is_causal, has_turns, usual_heads)
+            for tile, has_turns in itertools.product(tiles, (False, True))
+        }
+        blocks = num_warpgroups, tile_n
+        found = {plan for plan in plans if (plan.tile.num_consumer_warpgroups, plan.tile.tile_n) == blocks}
+        of_today = {plan for plan in found if plan.tile in tiles_of_today}
+        assert wanted <= found <= wanted | of_today, f"{num_warpgroups} warpgroups, {tile_n} keys"
+
+
+@by_mask
+@pytest.mark.parametrize("head_dim, head_dim_v", EQUAL_AND_UNEQUAL, ids="{}".format)
+def test_candidates_have_todays_plans_first(head_dim, head_dim_v, is_causal):
+    plans = forward_candidates("bfloat16", head_dim, head_dim_v, is_causal)
+    today = set(todays_plans(head_dim, head_dim_v, is_causal))
+    assert set(plans[: len(today)]) == today, f"got {plans[0].name} first"
+
+
+def test_heads_side_by_side_vary_round_todays_plans():
+    plans = forward_candidates("bfloat16", 128, 128, True)
+    by_blocks = {}
+    for plan in plans:
+        by_blocks.setdefault((plan.tile, plan.has_turns), set()).add(plan.heads_per_section)
+    for blocks in {(plan.tile, plan.has_turns) for plan in todays_plans(128, 128, True)}:
+        assert by_blocks.pop(blocks) == {8, 16, 32, 64}, "of today's blocks"
+    assert set(map(frozenset, by_blocks.values())) == {frozenset({16})}, "of all others"
+    assert {plan.heads_per_section for plan in forward_candidates("bfloat16", 128, 128, False)} == {1}, "no sections"
+
+
+def test_every_winner_is_checked():
+    plans = set(checked_plans())
+    for row, dtype in itertools.product(FORWARD_WINNERS, DTYPES):
+        assert row.plan(dtype) in plans, f"{row} in {dtype}"

@@ -6,7 +6,7 @@ import pytest
 
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
-from cute_fa.tuning import schedule
+from cute_fa.tuning import heuristics, schedule
 from cute_fa.tuning.heuristics import (
     HEAD_DIM_TILES,
     backward_plan,
@@ -16,6 +16,7 @@ from cute_fa.tuning.heuristics import (
     forward_plan,
     head_dim_tile,
 )
+from cute_fa.tuning.winners import ForwardWinner
 
 HEAD_DIMS = range(8, 257, 8)
 MASKS = {"full": MaskSpec(), "causal": MaskSpec(right=0)}
@@ -96,8 +97,8 @@ KEYS_A_BLOCK = {
 
 @pytest.mark.parametrize("head_dim, head_dim_v, mask, tile_n", KEYS_A_BLOCK.values(), ids=KEYS_A_BLOCK)
 def test_keys_a_block(head_dim, head_dim_v, mask, tile_n):
-    """The most that fit of 128, 112, 96, 80 and 64; causal tiles whose head_dim_v is 256 take 64."""
-    assert plan_of(head_dim, head_dim_v, mask, seqlen=256, batch=1).tile.tile_n == tile_n, "keys"
+    """By the rules, the most that fit of 128, 112, 96, 80 and 64; causal tiles whose head_dim_v is 256 take 64."""
+    assert build_forward_plan("bfloat16", head_dim, head_dim_v, mask == "causal", 2).tile.tile_n == tile_n, "keys"
 
 
 def test_room_goes_to_a_second_q_and_to_staging():
@@ -109,6 +110,16 @@ def test_room_goes_to_a_second_q_and_to_staging():
         assert (tile.num_q_stages, tile.has_o_staging) == ((2, True) if has_room else (1, False)), plan.name
 
 
+@pytest.fixture
+def wide_winners(monkeypatch):
+    """Winners for head_dim 64 alone: 192 rows, but 128 for causal calls of up to 2048 keys."""
+    rest = (2, 2, True, True, 1, "a-run")
+    rows = [(False, None, 3), (True, 2048, 2), (True, None, 3)]
+    table = tuple(ForwardWinner(64, 64, *where, warpgroups, 128, *rest) for *where, warpgroups in rows)
+    monkeypatch.setattr(heuristics, "FORWARD_WINNERS", table)
+
+
+@pytest.mark.usefixtures("wide_winners")
 @pytest.mark.parametrize("num_sms", SMS.values(), ids=SMS)
 def test_wide_tiles_need_a_whole_wave(num_sms):
     """head_dim 64: 192 queries where their tiles are at least as many as the SMs, counted over heads and batch."""
@@ -120,17 +131,20 @@ def test_wide_tiles_need_a_whole_wave(num_sms):
                 assert tile.tile_m == wanted, f"{blocks} blocks of {heads} heads and {batch} sequences"
 
 
+@pytest.mark.usefixtures("wide_winners")
 @pytest.mark.parametrize("num_sms", SMS.values(), ids=SMS)
 @pytest.mark.parametrize(
     "mask, seqlen, tile_m",
     [("causal", 2048, 128), ("causal", 2049, 192), ("full", 2048, 192), ("full", 128, 192)],
     ids=["causal-to-2048", "causal-from-2049", "full-2048", "full-128"],
 )
-def test_short_causal_calls_take_narrow_tiles(num_sms, mask, seqlen, tile_m):
+def test_a_winner_holds_to_its_longest_sequence(num_sms, mask, seqlen, tile_m):
     assert plan_of(64, mask=mask, seqlen=seqlen, heads=64, num_sms=num_sms).tile.tile_m == tile_m, "queries of a tile"
 
 
-def test_only_head_dim_64_has_wide_tiles():
+@pytest.mark.usefixtures("wide_winners")
+def test_a_winner_holds_for_its_tiles():
+    """Both have to be those of the row; where there is none, rules give 128 rows."""
     for head_dim, head_dim_v in ((64, 72), (72, 64), (128, 128), (256, 256)):
         assert plan_of(head_dim, head_dim_v, seqlen=16384, heads=64).tile.tile_m == 128, f"{head_dim}, {head_dim_v}"
     assert plan_of(8, 40).tile.tile_m == 192, "all that the tile of 64 holds"
@@ -152,7 +166,7 @@ TURNS_AND_SECTIONS = {
     "head_dim, mask, has_turns, heads_per_section", TURNS_AND_SECTIONS.values(), ids=TURNS_AND_SECTIONS
 )
 def test_turns_and_order(head_dim, mask, has_turns, heads_per_section):
-    plan = plan_of(head_dim, mask=mask)
+    plan = build_forward_plan("bfloat16", head_dim, head_dim, mask == "causal", 2)
     assert (plan.has_turns, plan.heads_per_section) == (has_turns, heads_per_section), "ping-pong, heads side by side"
 
 

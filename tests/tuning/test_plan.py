@@ -16,7 +16,9 @@ PLAN = ForwardPlan(
     has_turns=False,
     heads_per_section=16,
 )
-UNEQUAL = replace(PLAN, dtype="float16", tile=ForwardTile(192, 96, 192, 64, 3), is_causal=False, has_turns=True)
+# 192 rows of 192 and of 96 leave no room for a second Q and for O.
+NARROW = ForwardTile(192, 96, 192, 64, 3, num_q_stages=1, has_o_staging=False)
+UNEQUAL = replace(PLAN, dtype="float16", tile=NARROW, is_causal=False, has_turns=True, heads_per_section=1)
 
 
 def test_equal_plans_are_one_key():
@@ -55,6 +57,37 @@ def test_each_part_is_in_the_key(changes):
 )
 def test_name(plan, name):
     assert plan.name == name, "direction, dims, dtype, mask, tile, order of issue"
+
+
+UNUSUAL = {
+    "one-q": ({"num_q_stages": 1}, {}, "-q1"),
+    "three-kv": ({"num_kv_stages": 3}, {}, "-kv3"),
+    "o-from-registers": ({"has_o_staging": False}, {}, "-direct"),
+    "heads": ({}, {"heads_per_section": 32}, "-h32"),
+    "all": (
+        {"num_q_stages": 1, "num_kv_stages": 3, "has_o_staging": False},
+        {"heads_per_section": 8, "has_turns": True},
+        "-turns-q1-kv3-direct-h8",
+    ),
+}
+
+
+@pytest.mark.parametrize("of_tile, changes, words", UNUSUAL.values(), ids=UNUSUAL)
+def test_name_says_what_is_not_usual(of_tile, changes, words):
+    """128 rows with blocks of 112 keys of 128 have room for a second Q and for O; 16 heads side by side are usual."""
+    plan = replace(PLAN, tile=replace(PLAN.tile, **of_tile), **changes)
+    assert plan.name == f"forward-d128-bf16-causal-m128n112{words}", "after the order of issue"
+
+
+def test_name_where_there_is_little_room():
+    """One Q and O from registers are usual there; under a full mask heads do not run side by side."""
+    name = "forward-d192-96-fp16-full-m192n64-turns"
+    assert replace(UNEQUAL, tile=replace(NARROW, num_q_stages=2)).name == f"{name}-q2", "a second Q instead of O"
+    assert replace(UNEQUAL, tile=replace(NARROW, has_o_staging=True)).name == f"{name}-staged", "O instead of it"
+    assert replace(UNEQUAL, heads_per_section=8).name == f"{name}-h8", "sections under a full mask"
+    assert replace(UNEQUAL, is_causal=True).name == name.replace("full", "causal") + "-h1", "none under a causal one"
+    wide = replace(PLAN, tile=ForwardTile(128, 256, 128, 64, 2, num_q_stages=2))
+    assert wide.name == "forward-d128-256-bf16-causal-m128n64-h16", "32 heads are usual but for a head_dim_v of 128"
 
 
 def test_required_opcodes():
