@@ -172,7 +172,8 @@ def take_turns(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Timings by name, and the reasons of those that raised; these drop out, and the others go on.
 
-    Every round begins with another contestant, so that none always follows the same neighbour.
+    Every round begins with another contestant, and every second one goes backwards: what draws less power leaves a higher
+    clock to the next one, so none may always follow the same neighbour.
     """
     num_calls: dict[str, int] = {}
     slices: dict[str, list[Slice]] = {name: [] for name in runs}
@@ -183,7 +184,7 @@ def take_turns(
     for turn in range(num_rounds):
         names = [name for name in runs if name not in failures]
         shift = turn % max(1, len(names))
-        for name in names[shift:] + names[:shift]:
+        for name in (names[shift:] + names[:shift])[:: -1 if turn % 2 else 1]:
             with dropping_out(name, failures):
                 slices[name].append(time(runs[name], num_calls[name]))
     return {name: timing(slices[name], num_calls[name]) for name in runs if name not in failures}, failures

@@ -46,7 +46,7 @@ def _pairs_of_tiles():
 def _forward_plans() -> list[ForwardPlan]:
     """Of every measured winner, and of the rules, which serve where no winner holds."""
     winners = [row.plan(dtype) for dtype, row in product(KERNEL_DTYPES, FORWARD_WINNERS)]
-    rules = [build_forward_plan(*sizes, num_warpgroups=2) for sizes in _pairs_of_tiles()]
+    rules = [build_forward_plan(*sizes) for sizes in _pairs_of_tiles()]
     return list(dict.fromkeys([*winners, *rules]))
 
 
@@ -60,7 +60,7 @@ def forward_candidates(dtype: str, head_dim: int, head_dim_v: int, is_causal: bo
     today = list(_todays_plans(dtype, head_dim, head_dim_v, is_causal))
     sections = HEADS_PER_SECTION if is_causal else ()
     plans = [*today, *(replace(plan, heads_per_section=heads) for plan, heads in product(today, sections))]
-    usual_heads = usual_heads_per_section(head_dim_v, is_causal)
+    usual_heads = usual_heads_per_section(is_causal)
     for num_warpgroups, tile_n, has_turns in product(REGISTER_SPLITS, TILE_NS, (True, False)):
         for tile in _tiles_without_waste(head_dim, head_dim_v, num_warpgroups, tile_n):
             plans.append(ForwardPlan(dtype, tile, is_causal, has_turns, usual_heads))
@@ -73,7 +73,7 @@ def _todays_plans(dtype: str, head_dim: int, head_dim_v: int, is_causal: bool) -
     for row in FORWARD_WINNERS:
         if sizes == (row.head_dim, row.head_dim_v, row.is_causal):
             yield row.plan(dtype)
-    yield build_forward_plan(dtype, *sizes, num_warpgroups=2)
+    yield build_forward_plan(dtype, *sizes)
 
 
 def _tiles_without_waste(head_dim: int, head_dim_v: int, num_warpgroups: int, tile_n: int) -> list[ForwardTile]:

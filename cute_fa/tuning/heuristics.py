@@ -21,7 +21,9 @@ from cute_fa.tuning.winners import FORWARD_WINNERS, ForwardWinner
 # TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so no box of the forward holds nothing.
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 
-# Keys a block, best first: the more, the fewer barriers and rescales for the same work.
+FORWARD_WARPGROUPS = 2  # consumers, where no winner says otherwise
+
+# Keys a block, best first: the more, the fewer barriers for the same work.
 _TILE_NS = (128, 112, 96, 80, 64)
 
 
@@ -38,7 +40,7 @@ def forward_plan(problem: AttentionProblem, num_sms: int) -> ForwardPlan:
     for row in FORWARD_WINNERS:
         if row.holds(head_dim, head_dim_v, mask.is_causal, problem.seqlen_k) and _fills(row, problem, num_sms):
             return row.plan(problem.dtype)
-    return build_forward_plan(problem.dtype, head_dim, head_dim_v, mask.is_causal, num_warpgroups=2)
+    return build_forward_plan(problem.dtype, head_dim, head_dim_v, mask.is_causal)
 
 
 def _fills(row: ForwardWinner, problem: AttentionProblem, num_sms: int) -> bool:
@@ -47,22 +49,23 @@ def _fills(row: ForwardWinner, problem: AttentionProblem, num_sms: int) -> bool:
     return row.num_consumer_warpgroups == 2 or num_tiles >= num_sms
 
 
-def build_forward_plan(dtype: str, head_dim: int, head_dim_v: int, is_causal: bool, num_warpgroups: int) -> ForwardPlan:
+def build_forward_plan(dtype: str, head_dim: int, head_dim_v: int, is_causal: bool) -> ForwardPlan:
     """The plan of one pair of compiled tiles where no winner holds: the rules for tile_n, stages, stores and order."""
     return ForwardPlan(
         dtype=dtype,
-        tile=_forward_tile(head_dim, head_dim_v, is_causal, num_warpgroups),
+        tile=_forward_tile(head_dim, head_dim_v),
         is_causal=is_causal,
-        has_turns=is_causal or head_dim > 64,
-        heads_per_section=usual_heads_per_section(head_dim_v, is_causal),
+        # At 256 products take so much longer than a softmax that turns only cost.
+        has_turns=head_dim_v < 256,
+        heads_per_section=usual_heads_per_section(is_causal),
     )
 
 
-def _forward_tile(head_dim: int, head_dim_v: int, is_causal: bool, num_warpgroups: int) -> ForwardTile:
+def _forward_tile(head_dim: int, head_dim_v: int) -> ForwardTile:
     """The largest block of keys that fits; then a second stage for Q and staging for O, where there is room for both."""
-    # At 256 causal, 64 keys waste less of the diagonal than 80 save.
-    for tile_n in (64,) if is_causal and head_dim_v == 256 else _TILE_NS:
-        tile = usual_forward_tile(head_dim, head_dim_v, num_warpgroups, tile_n)
+    # At 256, 64 keys waste less of the diagonal than 80 save, and are as fast without one.
+    for tile_n in (64,) if head_dim_v == 256 else _TILE_NS:
+        tile = usual_forward_tile(head_dim, head_dim_v, FORWARD_WARPGROUPS, tile_n)
         if tile.fits:
             return tile
     raise AssertionError(f"no tile holds head_dim {head_dim} with head_dim_v {head_dim_v}")

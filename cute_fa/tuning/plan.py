@@ -23,8 +23,8 @@ def usual_forward_tile(head_dim: int, head_dim_v: int, num_warpgroups: int, tile
     return roomy if roomy.fits else ForwardTile(*sizes, num_q_stages=1, has_o_staging=False)
 
 
-def usual_heads_per_section(head_dim_v: int, is_causal: bool) -> int:
-    return (16 if head_dim_v == 128 else 32) if is_causal else 1
+def usual_heads_per_section(is_causal: bool) -> int:
+    return 32 if is_causal else 1
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,6 @@ def _unusual_words(plan: ForwardPlan) -> list[str]:
         words.append(f"kv{t.num_kv_stages}")
     if t.has_o_staging != usual.has_o_staging:
         words.append("staged" if t.has_o_staging else "direct")
-    if plan.heads_per_section != usual_heads_per_section(t.head_dim_v, plan.is_causal):
+    if plan.heads_per_section != usual_heads_per_section(plan.is_causal):
         words.append(f"h{plan.heads_per_section}")
     return words

@@ -56,11 +56,11 @@ class ForwardWinner:
 # Rows of one pair of head dims and mask: shorter sequences first.
 FORWARD_WINNERS = (
     #             dim,   v, causal, seqlen, wgs, keys, q, kv, staged, turns, heads, measured
-    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True, False,     1, "20261130T075651Z-grid"),
+    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True,  True,     1, "20261130T075651Z-grid"),
     ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
     ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
     ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True,     1, "20261130T075651Z-grid"),
-    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True,    16, "20261130T075651Z-grid"),
-    ForwardWinner(256, 256,  False,   None,   2,   80, 1,  2,  False,  True,     1, "20261130T075651Z-grid"),
-    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False,  True,    32, "20261130T075651Z-grid"),
+    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
+    ForwardWinner(256, 256,  False,   None,   2,   64, 1,  2,  False, False,     1, "20261130T075651Z-grid"),
+    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False,    32, "20261130T075651Z-grid"),
 )

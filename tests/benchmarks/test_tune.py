@@ -259,7 +259,7 @@ def fake_run(monkeypatch):
 
     def forward_plan(problem, num_sms):
         assert num_sms == 132, "of the device"
-        return build_forward_plan(problem.dtype, problem.head_dim, problem.head_dim_v, problem.scores.mask.is_causal, 2)
+        return build_forward_plan(problem.dtype, problem.head_dim, problem.head_dim_v, problem.scores.mask.is_causal)
 
     machine = Machine("cpu", FACTS, lambda run, num_calls: Slice(num_calls * float(run.ms), None), lambda: None)
     compiled = []

@@ -13,7 +13,7 @@ from cute_fa.cli.inspect import plan_of
 from cute_fa.host import inspect as host
 from cute_fa.tuning.heuristics import build_forward_plan
 
-SMALL = build_forward_plan("bfloat16", 64, 64, False, 2)
+SMALL = build_forward_plan("bfloat16", 64, 64, False)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from cute_fa.tuning.plan import PreprocessPlan
 
 # 32 KiB each: Q, two stages of K and of V, O; 1 KiB of barriers.
 TILE, TILE_BYTES = ForwardTile(128, 128, 128, 128, 2), 6 * 32768 + 1024
-PLAN = replace(build_forward_plan("bfloat16", 128, 128, True, 2), tile=TILE)
+PLAN = replace(build_forward_plan("bfloat16", 128, 128, True), tile=TILE)
 SMEM_BYTES = 5000
 
 

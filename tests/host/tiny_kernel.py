@@ -15,7 +15,7 @@ REGISTRY = "cute_fa.kernels.registry"
 
 
 def plan_of(head_dim: int, is_causal: bool = False):
-    return build_forward_plan("bfloat16", head_dim, head_dim, is_causal, 2)
+    return build_forward_plan("bfloat16", head_dim, head_dim, is_causal)
 
 
 def kernel_of(plan):

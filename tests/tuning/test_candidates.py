@@ -135,7 +135,7 @@ def test_candidates_use_the_room_that_there_is(head_dim, head_dim_v, is_causal):
     plans = forward_candidates("bfloat16", head_dim, head_dim_v, is_causal)
     tiles_of_today = {plan.tile for plan in todays_plans(head_dim, head_dim_v, is_causal)}
     rooms = list(itertools.product((1, 2), (2, 3), (False, True)))
-    usual_heads = {False: 1, True: 16 if head_dim_v == 128 else 32}[is_causal]
+    usual_heads = {False: 1, True: 32}[is_causal]
     for num_warpgroups, tile_n in itertools.product((2, 3), range(64, 193, 16)):
         sizes = head_dim, head_dim_v, 64 * num_warpgroups, tile_n, num_warpgroups
         fitting = {room for room in rooms if ForwardTile(*sizes, *room).fits}
@@ -166,7 +166,7 @@ def test_heads_side_by_side_vary_round_todays_plans():
         by_blocks.setdefault((plan.tile, plan.has_turns), set()).add(plan.heads_per_section)
     for blocks in {(plan.tile, plan.has_turns) for plan in todays_plans(128, 128, True)}:
         assert by_blocks.pop(blocks) == {8, 16, 32, 64}, "of today's blocks"
-    assert set(map(frozenset, by_blocks.values())) == {frozenset({16})}, "of all others"
+    assert set(map(frozenset, by_blocks.values())) == {frozenset({32})}, "of all others"
     assert {plan.heads_per_section for plan in forward_candidates("bfloat16", 128, 128, False)} == {1}, "no sections"
 
 

@@ -99,7 +99,7 @@ def test_it_holds_to_its_end(row):
     beside = rows_beside(row)
     rest = beside[beside.index(row) + 1 :]
     sizes = row.head_dim, row.head_dim_v, row.is_causal
-    wanted = rest[0].plan("bfloat16") if rest else build_forward_plan("bfloat16", *sizes, 2)
+    wanted = rest[0].plan("bfloat16") if rest else build_forward_plan("bfloat16", *sizes)
     assert plan_of(row, LONG, row.max_seqlen + 1) == wanted, "one key more"
 
 
