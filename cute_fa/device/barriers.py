@@ -1,9 +1,9 @@
-"""Named barriers (bar.sync, bar.arrive, bar.red) by number, and what consumer warpgroups do with them.
+"""Named barriers (bar.sync, bar.arrive) by number, and what consumer warpgroups do with them.
 
 A CTA has 16; number 0 is `sync_threads`. Warpgroups are counted among the consumers, from 0.
 """
 
-from cutlass import Boolean, Int32, cute
+from cutlass import cute
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 
@@ -27,20 +27,6 @@ def pass_turn(to):
 def sync_warpgroup(warpgroup):
     """SYNC: all 128 threads of a warpgroup; what they wrote to shared memory is visible to them afterwards."""
     cute.arch.barrier(barrier_id=WARPGROUP + warpgroup, number_of_threads=WARPGROUP_THREADS)
-
-
-def any_in_warpgroup(warpgroup, condition) -> Boolean:
-    """Whether `condition` (Int32, 0 or not) holds in any thread of the warpgroup; all its threads wait for each other.
-
-    The vote tells nothing new; it shows ptxas that the answer is uniform. Without it, what a branch on it changes moves
-    to vector registers, and every wgmma descriptor has to be moved back.
-    """
-    any_thread = cute.arch.inline_ptx(
-        "{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; bar.red.or.pred p, {$r1}, {$r2}, q; selp.s32 {$w0}, 1, 0, p; }",
-        write_only_types=[Int32],
-        read_only_args=[condition, WARPGROUP + warpgroup, Int32(WARPGROUP_THREADS)],
-    )
-    return cute.arch.vote_any_sync(any_thread != 0)
 
 
 def sync_consumers():

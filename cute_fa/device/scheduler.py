@@ -16,7 +16,9 @@ from cutlass import Boolean, Int32, cute
 
 from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring
 
-NUM_SLOTS = 4  # So many tiles may be under way: loads run at most three tiles ahead of the slowest warp.
+# So many tiles may be under way: loads run at most three tiles ahead of the slowest warp. At least two, because a tile is
+# posted before the one in front of it has all its loads.
+NUM_SLOTS = 4
 NUM_DETAILS = 4
 _BLOCK, _HEAD, _BATCH, _HAS_CARE, _TILE, _HAS_FAILED, _DETAILS = 0, 1, 2, 3, 4, 5, 8  # words of a slot, two unused
 _WARPGROUPS = 4  # with details, of which one consumer less than four is used

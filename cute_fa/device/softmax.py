@@ -4,19 +4,20 @@ Source: Milakov and Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2
 two rows r of an accumulator (order: `device/register.py`) and keeps of each
 - reference: a number in units of log2, near the largest scaled score so far; -inf where no key was visible yet,
 - total: the thread's own part of sum p, with p = 2^(scale_log2 * S - reference).
-O and total are sums over p, so any reference gives the same quotient as long as nothing overflows or vanishes. Hence
-two kinds of steps:
-- A tile's first block takes the maxima of its leftmost columns, which are visible where any are, as references.
+O and total are sums over p, so any reference gives the same quotient as long as nothing overflows or vanishes. Hence a
+tile is tried in a quick way, and done once more, with care, if that went wrong:
+- Its first block takes references: with care the row maxima, in a try those of the leftmost columns alone, if no masked
+  block follows. The leftmost are visible where any are.
 - A masked block takes its row maxima. The reference moves to them, and O is rescaled, only when one rose by more than
-  RAISE_LOG2 ("lazy rescale").
-- An unmasked block takes no maxima. p is computed at once, and its sums, which are needed anyway, tell at the end of
-  the tile whether the references were good enough (`is_out_of_range`). If not, the tile is computed again, with the
-  maxima of all its columns.
+  RAISE_LOG2 ("lazy rescale"). With care, all blocks do so.
+- An unmasked block of a try takes no maxima. p is computed at once, with scale and reference in one fused multiply-add.
 
-Why the sums are enough: p >= 0, so each p is at most its thread's total, and a total up to 2^MAX_LOG2 bounds every p; a
-16-bit p must hold that (bf16 has fp32's exponents, fp16 ends at 65504), and so must O. Nothing vanishes either: a
-reference is never above the row's maximum so far, so the row's sum over its four threads is 1 or more. Infinity and NaN
-stay in a total, and fail the comparison.
+What the end of a try looks at (`is_out_of_range`), and why it is enough: p >= 0, so each p is at most its thread's sum over
+the block. For bf16, with fp32's exponents, it is enough that totals stay finite by a margin, which O needs; fp16 ends at
+65504, so sums over blocks are bounded, too (`largest`). Behind the first block a try rescales nothing but P that are at
+most 2^RAISE_LOG2, so what overflowed stays in its total, as infinity and NaN do. Nothing vanishes: a reference is at
+most the row's maximum so far, so the row's sum is 1 or more, but for the rounding of the reference, which counts only
+where it is large.
 """
 
 import cutlass
@@ -28,13 +29,14 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 RAISE_LOG2 = 8.0
-MAX_LOG2 = {cutlass.BFloat16: 64, cutlass.Float16: 15}
+MAX_TOTAL, MAX_REFERENCE = 2.0**64, 2.0**20  # of a try; half an ulp of the reference is at most 2^-5
+MAX_SUM_FP16 = 2.0**15  # of a thread, over one block of a try
 
 
 @cute.jit
 def nonzero(scale_log2: Float32) -> Float32:
     """A scale that is not 0, so that it keeps an infinite score infinite; 0 becomes one that makes finite scores vanish."""
-    return scale_log2 if scale_log2 != 0.0 else Float32(1e-38)
+    return scale_log2 if scale_log2 != 0.0 else Float32(2e-38)
 
 
 @cute.jit
@@ -108,11 +110,16 @@ def rescale(acc_O, factors):
 
 
 @cute.jit
-def is_out_of_range(total: cute.Tensor, dtype: cutlass.Constexpr) -> Boolean:
-    """Whether blocks that took no maxima must be computed again; for one thread's rows."""
-    largest, answer = 2.0 ** MAX_LOG2[dtype], Boolean(False)
-    if not (total[0] <= largest and total[1] <= largest):
-        answer = Boolean(True)
+def is_out_of_range(total: cute.Tensor, reference: cute.Tensor, largest: cute.Tensor | None) -> Boolean:
+    """Whether a try went wrong, for one thread's rows. largest: sums over one block; None where they do not matter."""
+    answer = Boolean(False)
+    for r in cutlass.range_constexpr(2):
+        size = cute.arch.fmax(reference[r], -reference[r])
+        if not (total[r] <= MAX_TOTAL and (size <= MAX_REFERENCE or reference[r] == -Float32.inf)):
+            answer = Boolean(True)
+        if cutlass.const_expr(largest is not None):
+            if largest[r] > MAX_SUM_FP16:
+                answer = Boolean(True)
     return answer
 
 

@@ -55,8 +55,9 @@ def sees(mask, query: int, key: int, seqlen_q: int, seqlen_k: int) -> bool:
     )
 
 
-def block_maps(mask, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> tuple[list, list]:
-    """[m_block][n_block] twice: a pair is visible; every row that exists sees all tile_n keys, which exist too."""
+def block_maps(mask, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> tuple[list, list, list]:
+    """[m_block][n_block] three times: a pair is visible; every row that exists sees all tile_n keys, which exist too;
+    and besides that every row that exists sees a key in a block to the right."""
     rows = [
         sum(1 << key for key in range(seqlen_k) if sees(mask, query, key, seqlen_q, seqlen_k))
         for query in range(seqlen_q)
@@ -65,7 +66,11 @@ def block_maps(mask, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int) -> 
     blocks = [rows[first_row : first_row + tile_m] for first_row in range(0, seqlen_q, tile_m)]
     touched = [[any(row & keys for row in block) for keys in columns] for block in blocks]
     whole = [[all(row & keys == keys for row in block) for keys in columns] for block in blocks]
-    return touched, whole
+    settled = [
+        [whole[m][n] and all(row >> (n + 1) * tile_n for row in block) for n in range(len(columns))]
+        for m, block in enumerate(blocks)
+    ]
+    return touched, whole, settled
 
 
 def check_line(touched: list, whole: list, visited, unmasked, case: str) -> None:
@@ -79,12 +84,15 @@ def check_line(touched: list, whole: list, visited, unmasked, case: str) -> None
 
 
 def check_all(mask, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int, of_m_block, of_n_block) -> None:
-    """of_m_block, of_n_block: block -> (interval to visit, interval without a mask)."""
-    touched, whole = block_maps(mask, tile_m, tile_n, seqlen_q, seqlen_k)
+    """of_m_block, of_n_block: block -> (interval to visit, interval without a mask); of_m_block the settled one too."""
+    touched, whole, settled = block_maps(mask, tile_m, tile_n, seqlen_q, seqlen_k)
     case = f"mask {mask}, tile {tile_m}x{tile_n}, seqlens {seqlen_q}, {seqlen_k}"
     is_one_sided = mask[0] is None and not mask[2]
     for m_block in range(len(touched)):
-        visited, unmasked = of_m_block(m_block)
+        visited, unmasked, (begin, end) = of_m_block(m_block)
+        wanted = [n_block for n_block, is_settled in enumerate(settled[m_block]) if is_settled]
+        found = f"settled {begin, end}, not {wanted}: m_block {m_block}, {case}"
+        assert begin <= end and list(range(begin, end)) == wanted, found
         check_line(touched[m_block], whole[m_block], visited, unmasked, f"m_block {m_block}, {case}")
         assert not is_one_sided or unmasked[0] == visited[0], f"masked blocks on the left of m_block {m_block}, {case}"
     for n_block in range(len(touched[0])):
@@ -102,7 +110,9 @@ def test_intervals_of_ints_match_the_definition(name, tile):
             band = Band(*tile, seqlen_q, seqlen_k, *MASKS[name])
             check_all(
                 MASKS[name], *tile, seqlen_q, seqlen_k,
-                lambda m_block: (band.n_blocks(m_block), band.unmasked_n_blocks(m_block)),
+                lambda m_block: [
+                    method(m_block) for method in (band.n_blocks, band.unmasked_n_blocks, band.settled_n_blocks)
+                ],
                 lambda n_block: (band.m_blocks(n_block), band.unmasked_m_blocks(n_block)),
             )  # fmt: skip
 
@@ -130,7 +140,8 @@ def test_intervals_of_one_row_and_one_key_match_the_definition(name):
 def test_empty_sequences_visit_nothing(name, seqlens):
     band = Band(4, 4, *seqlens, *MASKS[name])
     for m_block in range(-(-seqlens[0] // 4)):
-        assert band.n_blocks(m_block) == band.unmasked_n_blocks(m_block) == (0, 0), f"m_block {m_block} visits keys"
+        intervals = band.n_blocks(m_block), band.unmasked_n_blocks(m_block), band.settled_n_blocks(m_block)
+        assert intervals == ((0, 0),) * 3, f"m_block {m_block} visits keys"
     for n_block in range(-(-seqlens[1] // 4)):
         assert band.m_blocks(n_block) == band.unmasked_m_blocks(n_block) == (0, 0), f"n_block {n_block} visits rows"
 
@@ -140,10 +151,11 @@ NUM_BLOCKS = 16
 
 @cute.jit
 def write_intervals(of_m: cute.Tensor, of_n: cute.Tensor, band: Band):
-    """Rows of (NUM_BLOCKS, 4): the two intervals of each block; the band survives a dynamic loop."""
+    """of_m: (NUM_BLOCKS, 6), of_n: (NUM_BLOCKS, 4). The intervals of each block; the band survives a dynamic loop."""
     for m_block in cutlass.range((band.seqlen_q + band.tile_m - 1) // band.tile_m):
         of_m[m_block, 0], of_m[m_block, 1] = band.n_blocks(m_block)
         of_m[m_block, 2], of_m[m_block, 3] = band.unmasked_n_blocks(m_block)
+        of_m[m_block, 4], of_m[m_block, 5] = band.settled_n_blocks(m_block)
     for n_block in cutlass.range((band.seqlen_k + band.tile_n - 1) // band.tile_n):
         of_n[n_block, 0], of_n[n_block, 1] = band.m_blocks(n_block)
         of_n[n_block, 2], of_n[n_block, 3] = band.unmasked_m_blocks(n_block)
@@ -179,7 +191,7 @@ PRESENT = {
 @pytest.mark.parametrize("tile", [(4, 4), (4, 6)], ids=lambda tile: f"tile{tile[0]}x{tile[1]}")
 def test_intervals_of_int32_match_the_definition(present, tile):
     """One compilation per set of bounds that are present; their values and the seqlens are dynamic."""
-    of_m, of_n = (torch.empty(NUM_BLOCKS, 4, dtype=torch.int32) for _ in range(2))
+    of_m, of_n = (torch.empty(NUM_BLOCKS, width, dtype=torch.int32) for width in (6, 4))
     tensors = from_dlpack(of_m), from_dlpack(of_n)
 
     def arguments(mask, seqlen_q, seqlen_k):
@@ -196,6 +208,6 @@ def test_intervals_of_int32_match_the_definition(present, tile):
                 rows, columns = of_m.tolist(), of_n.tolist()
                 check_all(
                     mask, *tile, seqlen_q, seqlen_k,
-                    lambda m_block: (rows[m_block][:2], rows[m_block][2:]),
+                    lambda m_block: (rows[m_block][:2], rows[m_block][2:4], rows[m_block][4:]),
                     lambda n_block: (columns[n_block][:2], columns[n_block][2:]),
                 )  # fmt: skip

@@ -85,8 +85,10 @@ def mask_kernel(
     out: cute.Tensor,
     seqlen_q: Int32,
     seqlen_k: Int32,
+    hidden: Float32,
     tile_n: cutlass.Constexpr,
     right: cutlass.Constexpr,
+    has_hidden: cutlass.Constexpr,
 ):
     thread, (m_block, n_block, _) = cute.arch.thread_idx()[0], cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
@@ -98,7 +100,8 @@ def mask_kernel(
         acc_S[i] = tSgX[i]
     band = Band(TILE_M, tile_n, seqlen_q, seqlen_k, right=right)
     row = m_block * TILE_M + warp * 16 + lane // 4
-    mask.mask_scores(acc_S, *mask.key_ends(band, row, n_block * tile_n + 2 * (lane % 4)))
+    ends = mask.key_ends(band, row, n_block * tile_n + 2 * (lane % 4))
+    mask.mask_scores(acc_S, *ends, *((hidden,) if has_hidden else ()))
     for i in cutlass.range_constexpr(cute.size(acc_S)):
         tSgOut[i] = acc_S[i]
 
@@ -109,22 +112,36 @@ def launch_mask(
     out: cute.Tensor,
     seqlen_q: Int32,
     seqlen_k: Int32,
+    hidden: Float32,
     tile_n: cutlass.Constexpr,
     right: cutlass.Constexpr,
+    has_hidden: cutlass.Constexpr,
     stream: cuda.CUstream,
 ):
     product = mma.scores_mma(BFloat16, 1, tile_n)
-    mask_kernel(product, x, out, seqlen_q, seqlen_k, tile_n, right).launch(
+    mask_kernel(product, x, out, seqlen_q, seqlen_k, hidden, tile_n, right, has_hidden).launch(
         grid=(M_BLOCKS, N_BLOCKS, 1), block=(128, 1, 1), stream=stream
     )
 
 
-@pytest.fixture(scope="module", params=[(80, None), (112, 0), (80, 0)], ids=["full-n80", "causal-n112", "causal-n80"])
+# tile_n, right, and whether the caller says what the invisible scores become
+MASKED = {
+    "full-n80": (80, None, False),
+    "causal-n112": (112, 0, False),
+    "causal-n80": (80, 0, False),
+    "causal-n64-hidden": (64, 0, True),
+}
+
+
+@pytest.fixture(scope="module", params=MASKED.values(), ids=MASKED)
 def masked(build, request):
-    """(function, tile_n, right): whole matrices of M_BLOCKS by N_BLOCKS tiles."""
-    tile_n, right = request.param
+    """(function, tile_n, right, has_hidden): whole matrices of M_BLOCKS by N_BLOCKS tiles."""
+    tile_n, right, has_hidden = request.param
     shape = (M_BLOCKS * TILE_M, N_BLOCKS * tile_n)
-    return build(launch_mask, *[(Float32, shape)] * 2, Int32(1), Int32(1), tile_n, right), tile_n, right
+    function = build(
+        launch_mask, *[(Float32, shape)] * 2, Int32(1), Int32(1), Float32(0.0), tile_n, right, has_hidden
+    )
+    return function, *request.param
 
 
 def test_mask_scores_compiles(masked):
@@ -135,7 +152,7 @@ def test_mask_scores_compiles(masked):
 @pytest.mark.timeout(120)
 def test_mask_scores(masked):
     """In every thread of the accumulator; NaN where no key is visible does not survive."""
-    function, tile_n, right = masked
+    function, tile_n, right, has_hidden = masked
     rows, columns = M_BLOCKS * TILE_M, N_BLOCKS * tile_n
     i, j = torch.arange(rows)[:, None], torch.arange(columns)
     for seqlen_q in (1, 40, TILE_M, TILE_M + 1, rows):
@@ -144,9 +161,10 @@ def test_mask_scores(masked):
             visible = (j < limit).expand(rows, columns)
             x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).masked_fill(~visible, torch.nan)
             out = torch.zeros(rows, columns, device="cuda")
-            function(x.cuda(), out, seqlen_q, seqlen_k)
-            wanted = x.masked_fill(~visible, -torch.inf)
-            assert torch.equal(out.cpu(), wanted), f"seqlens {seqlen_q} and {seqlen_k}"
+            for hidden in (torch.inf, -torch.inf):
+                function(x.cuda(), out, seqlen_q, seqlen_k, hidden)
+                wanted = x.masked_fill(~visible, hidden if has_hidden else -torch.inf)
+                assert torch.equal(out.cpu(), wanted), f"seqlens {seqlen_q} and {seqlen_k}, hidden {hidden}"
 
 
 @cute.kernel

@@ -152,6 +152,46 @@ def test_pack_of_a_part_leaves_the_rest(part):
 
 
 @cute.kernel
+def clear_kernel(x: cute.Tensor, out: cute.Tensor, begin: cutlass.Constexpr):
+    thread = cute.arch.thread_idx()[0]
+    operand = cute.make_rmem_tensor(x.shape[1], x.element_type)
+    for i in cutlass.range_constexpr(cute.size(operand)):
+        operand[i] = x[thread, i]
+    register.clear_words(operand, begin)
+    for i in cutlass.range_constexpr(cute.size(operand)):
+        out[thread, i] = operand[i]
+
+
+@cute.jit
+def launch_clear(x: cute.Tensor, out: cute.Tensor, begin: cutlass.Constexpr, stream: cuda.CUstream):
+    clear_kernel(x, out, begin).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module", params=[0, 6, 16], ids=["all", "from-the-middle", "nothing"])
+def clear(build, request):
+    """(function, first pair that is cleared): 32 elements a thread."""
+    return build(launch_clear, *[(BFloat16, (THREADS, 32))] * 2, request.param), request.param
+
+
+def test_clear_words_compiles(clear):
+    assert callable(clear[0]), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_clear_words(clear):
+    """NaN goes too."""
+    function, begin = clear
+    x = torch.randn(THREADS, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x[3, 12:] = torch.nan
+    wanted = x.clone()
+    wanted[:, 2 * begin :] = 0.0
+    out = torch.full((THREADS, 32), 7.0, dtype=torch.bfloat16, device="cuda")
+    function(x.cuda(), out)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@cute.kernel
 def multiply_kernel(a: cute.Tensor, b: cute.Tensor, out: cute.Tensor):
     """Words of two neighbours, through fragments of 16."""
     i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]

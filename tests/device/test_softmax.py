@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import pytest
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
 from cute_fa.device import softmax
 
@@ -45,23 +45,33 @@ def normal(*shape, seed: int = 0):
 
 
 @cute.kernel
-def maxima_kernel(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr):
+def maxima_kernel(x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, scale: Float32, kind: cutlass.Constexpr):
     lane = cute.arch.thread_idx()[0]
-    maxima = softmax.row_maxima(load(x, lane), pair_of_rows(old, lane) if has_old else None)
+    acc = load(x, lane)
+    if cutlass.const_expr(kind == "over-old"):
+        maxima = softmax.row_maxima(acc, pair_of_rows(old, lane))
+    else:
+        maxima = softmax.row_maxima(acc, scale_log2=scale, num_groups=2 if kind == "leftmost" else None)
     for r in cutlass.range_constexpr(2):
         out[lane // 4 + 8 * r, lane % 4] = maxima[r]
 
 
 @cute.jit
 def launch_maxima(
-    x: cute.Tensor, old: cute.Tensor, out: cute.Tensor, has_old: cutlass.Constexpr, stream: cuda.CUstream
+    x: cute.Tensor,
+    old: cute.Tensor,
+    out: cute.Tensor,
+    scale: Float32,
+    kind: cutlass.Constexpr,
+    stream: cuda.CUstream,
 ):
-    maxima_kernel(x, old, out, has_old).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    maxima_kernel(x, old, out, scale, kind).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "over-old"])
+@pytest.fixture(scope="module", params=["alone", "over-old", "leftmost"])
 def maxima(build, request):
-    arguments = (Float32, (ROWS, COLUMNS)), (Float32, (ROWS,)), (Float32, (ROWS, 4)), request.param
+    """(function, kind). over-old: scores that are scaled already. leftmost: of 16 columns alone."""
+    arguments = (Float32, (ROWS, COLUMNS)), (Float32, (ROWS,)), (Float32, (ROWS, 4)), Float32(1.0), request.param
     return build(launch_maxima, *arguments), request.param
 
 
@@ -71,20 +81,23 @@ def test_row_maxima_compiles(maxima):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
-def test_row_maxima(maxima):
+@pytest.mark.parametrize("scale", [SCALE, -2.5], ids=["positive", "negative"])
+def test_row_maxima(maxima, scale):
     """Each column is its row's maximum once; NaN does not count, an invisible row has -inf."""
-    function, has_old = maxima
+    function, kind = maxima
+    scale = 1.0 if kind == "over-old" else scale
     old = torch.full((ROWS,), 0.25)
     old[0], old[1] = 50.0, -torch.inf
     for column in range(COLUMNS):
         x = normal(ROWS, COLUMNS, seed=column)
-        x[:, column] = torch.arange(ROWS) + 10.0
+        x[:, column] = (torch.arange(ROWS) + 10.0) / scale
         x[:, (column + 5) % COLUMNS] = torch.nan
-        x[3], x[12] = -torch.inf, -x[12]
+        x[3], x[12] = -torch.inf / scale, -x[12]
         out = torch.zeros(ROWS, 4, device="cuda")
-        function(x.cuda(), old.cuda(), out)
-        wanted = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
-        wanted = torch.maximum(wanted, old) if has_old else wanted
+        function(x.cuda(), old.cuda(), out, scale)
+        wanted = (x * scale).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        wanted = (wanted[:, :16] if kind == "leftmost" else wanted).amax(1)
+        wanted = torch.maximum(wanted, old) if kind == "over-old" else wanted
         assert torch.equal(out.cpu(), wanted[:, None].expand(-1, 4)), f"in all lanes of a row, column {column}"
 
 
@@ -216,31 +229,27 @@ def test_move_reference(move_reference):
 
 
 @cute.kernel
-def range_kernel(partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr):
+def range_kernel(rows: cute.Tensor, out: cute.Tensor, has_largest: cutlass.Constexpr):
+    """rows: (thread, total and reference and largest sum, row)."""
     i = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]
     if i < out.shape[0]:
-        sums = cute.make_rmem_tensor(2, Float32)
+        total, reference, largest = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         for r in cutlass.range_constexpr(2):
-            sums[r] = partial[i, r]
-        out[i] = softmax.is_out_of_range(sums, dtype)
+            total[r], reference[r], largest[r] = rows[i, 0, r], rows[i, 1, r], rows[i, 2, r]
+        out[i] = softmax.is_out_of_range(total, reference, largest if has_largest else None)
 
 
 @cute.jit
-def launch_range(partial: cute.Tensor, out: cute.Tensor, dtype: cutlass.Constexpr, stream: cuda.CUstream):
-    range_kernel(partial, out, dtype).launch(
+def launch_range(rows: cute.Tensor, out: cute.Tensor, has_largest: cutlass.Constexpr, stream: cuda.CUstream):
+    range_kernel(rows, out, has_largest).launch(
         grid=(cute.ceil_div(out.shape[0], 32), 1, 1), block=(32, 1, 1), stream=stream
     )
 
 
-# log2 of the largest part of a sum that a block without maxima may have.
-RANGES = {"bf16": (BFloat16, 40), "fp16": (Float16, 15)}
-
-
-@pytest.fixture(scope="module", params=RANGES)
+@pytest.fixture(scope="module", params=[False, True], ids=["totals", "blocks-too"])
 def out_of_range(build, request):
-    dtype, high = RANGES[request.param]
     n = cute.sym_int32()
-    return build(launch_range, (Float32, (n, 2)), (Int32, (n,)), dtype), 2.0**high
+    return build(launch_range, (Float32, (n, 3, 2)), (Int32, (n,)), request.param), request.param
 
 
 def test_is_out_of_range_compiles(out_of_range):
@@ -250,16 +259,21 @@ def test_is_out_of_range_compiles(out_of_range):
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_is_out_of_range(out_of_range):
-    """Every pair of rows, for rows at, below and above the end."""
-    function, largest = out_of_range
-    rows = {0.0: False, 3.0: False, largest: False, largest * (1 + 2.0**-23): True, torch.inf: True, torch.nan: True}
-    cases = [(a, b) for a in rows.items() for b in rows.items()]
-    partial = torch.tensor([(a, b) for (a, _), (b, _) in cases], device="cuda")
+    """Every pair of rows, for rows at, below and above each end."""
+    function, has_largest = out_of_range
+    total, reference, largest, just_over = 2.0**64, 2.0**20, 2.0**15, 1 + 2.0**-23
+    low, high, nan = -torch.inf, torch.inf, torch.nan
+    fine = (0.0, 0.0, 0.0), (total, reference, largest), (3.0, -reference, 1.0), (0.0, low, 0.0)
+    bad_totals = (total * just_over, 0.0, 1.0), (high, 0.0, 1.0), (nan, 0.0, 1.0), (high, low, 1.0)
+    bad_references = (1.0, reference * just_over, 1.0), (1.0, -reference * just_over, 1.0), (1.0, high, 1.0), (1.0, nan, 1.0)
+    bad, large = bad_totals + bad_references, ((3.0, 0.0, largest * just_over), (3.0, 0.0, high))
+    rows = [*((row, False) for row in fine), *((row, True) for row in bad), *((row, has_largest) for row in large)]
+    cases = [(a, b) for a in rows for b in rows]
     wanted = torch.tensor([a or b for (_, a), (_, b) in cases]).int()
     out = torch.full((len(cases),), 7, dtype=torch.int32, device="cuda")
-    function(partial, out)
+    function(torch.tensor([(a, b) for (a, _), (b, _) in cases], device="cuda").mT.contiguous(), out)
     wrong = [case for case, is_right in zip(cases, out.cpu() == wanted) if not is_right]
-    assert not wrong, f"(partial, is it bad) of both rows: {wrong}"
+    assert not wrong, f"((total, reference, largest sum), is it bad) of both rows: {wrong}"
 
 
 @cute.kernel
@@ -327,3 +341,42 @@ def test_finite(finite):
     out = torch.ones(4, device="cuda")
     finite(torch.tensor([-torch.inf, torch.inf, -3.5, 0.0], device="cuda"), out)
     assert out.tolist() == [0.0, torch.inf, -3.5, 0.0], "-inf alone becomes 0"
+
+
+@cute.kernel
+def scales_kernel(scales: cute.Tensor, scores: cute.Tensor, out: cute.Tensor):
+    """out: (scale, 3): the scale as it is used; a score times it; what hides a score, times it."""
+    thread = cute.arch.thread_idx()[0]
+    scale = softmax.nonzero(scales[thread])
+    out[thread, 0], out[thread, 1] = scale, scores[thread] * scale
+    out[thread, 2] = softmax.hidden_score(scale) * scale
+
+
+@cute.jit
+def launch_scales(scales: cute.Tensor, scores: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    scales_kernel(scales, scores, out).launch(grid=(1, 1, 1), block=(scales.shape[0], 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def scales(build):
+    n = cute.sym_int32()
+    return build(launch_scales, *[(Float32, (n,))] * 2, (Float32, (n, 3)))
+
+
+def test_scales_compile(scales):
+    assert callable(scales), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_a_scale_hides_what_is_hidden(scales):
+    """Whatever the scale's sign; with scale 0 finite scores, of which fp16 and bf16 rows give up to 1e30, vanish."""
+    given = torch.tensor([0.0, -0.0, 1.5, -2.0, 1e-30, -1e-30])
+    out = torch.zeros(2, len(given), 3, device="cuda")
+    for score, result in zip((1e30, -torch.inf), out):
+        scales(given.cuda(), torch.full_like(given, score).cuda(), result)
+    finite, infinite = out.cpu()
+    assert torch.equal(finite[2:, 0], given[2:]), "scales that are not 0 stay"
+    assert (finite[:2, 1].abs() < 1e-7).all(), "finite scores vanish with scale 0"
+    assert infinite[:, 1].isinf().all(), "infinite ones never do"
+    assert (finite[:, 2] == -torch.inf).all(), "hidden"

@@ -132,7 +132,7 @@ class Consumer:
 
     tSrQ, tSrK, tOrVt: shared memory as operands, last mode the stage; tSrK_half: the left half of the keys. tOrP: P in
     registers. half_layout: of the left half of acc_S, which comes first. reference, total: of the thread's two rows
-    (`device/softmax.py`); factors: of their rescale.
+    (`device/softmax.py`); factors: of their rescale; largest: of their sums over one block, None where P cannot overflow.
     """
 
     mmas: ForwardMmas
@@ -147,6 +147,7 @@ class Consumer:
     reference: cute.Tensor
     total: cute.Tensor
     factors: cute.Tensor
+    largest: cute.Tensor | None
     pipes: ForwardPipes
     scale_log2: Float32
     hidden_score: Float32

@@ -196,7 +196,9 @@ class ForwardKernel:
                 k_state.advance()
             q_index, n_block = q_state.index, work.num_n_blocks - 1
             k, q = (k_state.index, k_state.phase), (q_index, q_state.phase)
-            mainloop.first_step(w, band, n_block, row, work.first, work.has_care != 0, k, q)
+            # A masked step rescales the total, and would hide what a quick first step made too large.
+            has_care = work.has_care != 0 or work.num_fast < n_block
+            mainloop.first_step(w, band, n_block, row, work.first, has_care, k, q)
             v_index, v_phase = k_state.index, k_state.phase
             k_state.advance()
             n_block -= 1
@@ -215,7 +217,7 @@ class ForwardKernel:
             pipes.v.wait_full(v_index, v_phase)
             mainloop.issue_values(w, v_index)
             done = work
-            has_failed = done.has_care == 0 and softmax.is_out_of_range(w.total, self.dtype)
+            has_failed = done.has_care == 0 and softmax.is_out_of_range(w.total, w.reference, w.largest)
             scheduler.settle(pipes.tiles, slot.index, lane, cute.arch.vote_any_sync(has_failed))
             slot.advance()
             work = Work(*pipes.tiles.fetch(slot, warpgroup))
@@ -262,6 +264,7 @@ class ForwardKernel:
             reference=pair(),
             total=pair(),
             factors=pair(),
+            largest=pair() if self.dtype is cutlass.Float16 else None,
             pipes=pipes,
             scale_log2=scale_log2,
             hidden_score=softmax.hidden_score(scale_log2),

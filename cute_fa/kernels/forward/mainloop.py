@@ -7,14 +7,16 @@ in a tile that is done once more, with care, all steps are masked ones.
 
 from functools import partial
 
+import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cute_fa.device import barriers, mask, mma, register, softmax
 from cute_fa.device.band import Band
 from cute_fa.kernels.forward.bundles import LEFT_HALF, WHOLE, Consumer
 
-# Of 8 columns, from the left: of which a tile's first block takes maxima. All columns would take as long as the exponentials.
-FIRST_GROUPS = 2
+# Of 8 columns, from the left: of which the first block of a try takes maxima. All columns would take as long as the
+# exponentials; but fp16 has room for little that comes behind, and takes all (None).
+FIRST_GROUPS = {cutlass.BFloat16: 2, cutlass.Float16: None}
 
 
 def issue_scores(w: Consumer, k_index, q_index):
@@ -57,6 +59,8 @@ def first_step(w: Consumer, band: Band, n_block, row, first, has_care, k, q):
     w.pipes.q.wait_full(*q)
     w.pipes.k.wait_full(*k)
     w.acc_O.fill(0.0)
+    if w.largest is not None:
+        w.largest.fill(0.0)
     ends = _key_ends(w, band, n_block, row)
     _first_block(w, w.tOrP, w.reference, w.total, ends, first, has_care, k[0], q[0])
     w.pipes.k.release(k[0], w.lane)
@@ -84,7 +88,7 @@ def unmasked_step(w: Consumer, k, v, q_index):
 
     The wait for O stands half-way through the exponentials, where O is done, so that V's stage is freed early.
     """
-    middle = cute.size(w.acc_S) // 8
+    middle, total = cute.size(w.acc_S) // 8, [w.total[0], w.total[1]]
     exponentials = partial(softmax.exponentials, w.acc_S, scale_log2=w.scale_log2)
     issue_both(w, k, v, q_index)
     w.pipes.k.release(k[0], w.lane)
@@ -93,6 +97,8 @@ def unmasked_step(w: Consumer, k, v, q_index):
     finish_values(w, v[0])
     for r in range(2):
         w.total[r] = w.total[r] + exponentials(r, w.reference[r], begin=middle)
+        if w.largest is not None:
+            w.largest[r] = cute.arch.fmax(w.largest[r], w.total[r] - total[r])
     pack_probabilities(w)
 
 
@@ -144,17 +150,26 @@ def _first_block(
 
 
 def _first_softmax(w: Consumer, acc_S, reference, total, has_care):
-    _take_maxima(acc_S, reference, has_care, w.scale_log2)
+    scale_log2 = _take_maxima(acc_S, reference, has_care, w.scale_log2, FIRST_GROUPS[mma.DTYPES[w.plan.dtype]])
     for r in range(2):
-        total[r] = softmax.exponentials(acc_S, r, softmax.finite(reference[r]), w.scale_log2)
+        total[r] = softmax.exponentials(acc_S, r, softmax.finite(reference[r]), scale_log2)
 
 
 @cute.jit
-def _take_maxima(acc_S: cute.Tensor, reference: cute.Tensor, has_care: Boolean, scale_log2: Float32):
-    """References of a first block: the maxima of its leftmost columns, with care of all."""
-    reference[0], reference[1] = softmax.row_maxima(acc_S, scale_log2=scale_log2, num_groups=FIRST_GROUPS)
-    if has_care:
-        reference[0], reference[1] = softmax.row_maxima(acc_S, scale_log2=scale_log2)
+def _take_maxima(
+    acc_S: cute.Tensor, reference: cute.Tensor, has_care: Boolean, scale_log2: Float32, num_groups: cutlass.Constexpr
+) -> Float32:
+    """References of a first block: the maxima of its leftmost columns; of all with care, or where those are all -inf.
+
+    Returns the scale that S still lacks: scores that were scaled, and rounded as the maxima, differ from these exactly.
+    """
+    reference[0], reference[1] = softmax.row_maxima(acc_S, scale_log2=scale_log2, num_groups=num_groups)
+    is_empty = reference[0] == -Float32.inf or reference[1] == -Float32.inf
+    if has_care or cute.arch.vote_any_sync(is_empty):
+        softmax.scale(acc_S, scale_log2)
+        reference[0], reference[1] = softmax.row_maxima(acc_S)
+        scale_log2 = Float32(1.0)
+    return scale_log2
 
 
 @cute.jit

@@ -88,6 +88,7 @@ def test_wide_tiles_of_head_dim_64(dtype, causal):
     plan = forward_plan(AttentionProblem("dense", "bfloat16", *sizes, ScoreSpec(1.0, mask)), num_sms=132)
     assert plan.tile.tile_m == 192, "the shape of this test takes wide tiles"
     check(q, k, v, causal=causal)
+    check(*plateau(70.0, 900, (2305, 2305), 64, dtype, heads=(12, 4)), causal=causal, softmax_scale=1.0)
 
 
 @by_mask
@@ -118,8 +119,12 @@ def test_softmax_scale(scale, dtype, causal):
     check(*tensors(400, 700, 128, dtype), causal=causal, softmax_scale=scale)
 
 
+# Blocks go from right to left. A tile is done again when a score exceeds its reference, which is from the tile's first
+# block, by 64 log2 (44.36 nats) in bf16, by 15 log2 (10.40 nats) in fp16.
+
+
 def ramp(step, seqlen, head_dim, dtype):
-    """Scores that rise by `step` nats from each key to the one on its left: blocks go from right to left."""
+    """Scores that rise by `step` nats from each key to the one on its left."""
     q, k, v = tensors(seqlen, seqlen, head_dim, dtype)
     q, k = q * 0.01, k * 0.01
     q[..., 0] = 4.0
@@ -127,8 +132,16 @@ def ramp(step, seqlen, head_dim, dtype):
     return q, k, v
 
 
-# bf16 repeats a block when a score exceeds its reference by 40 log2(e)^-1 = 28 nats, fp16 by 15 log2(e)^-1 = 10.4.
-STEPS = {"flat": 0.0, "within": 0.02, "around-fp16": 0.1, "around-bf16": 0.25, "beyond": 1.0, "falling": -0.5}
+def plateau(height, end, seqlens, head_dim, dtype, **options):
+    """Scores of keys below `end` are `height` nats above all others; on either side they differ by a few nats."""
+    q, k, v = tensors(*seqlens, head_dim, dtype, **options)
+    q *= 1.5 * head_dim**-0.5
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, :end, :, 0] = height / 4
+    return q, k, v
+
+
+STEPS = {"flat": 0.0, "within": 0.01, "around-fp16": 0.1, "around-bf16": 0.25, "beyond": 1.0, "falling": -0.5}
 
 
 @by_dtype
@@ -140,14 +153,101 @@ def test_scores_that_grow_past_the_guard(step, head_dim, dtype, causal):
 
 
 @by_dtype
-@pytest.mark.parametrize("height", [8.0, 10.0, 10.5, 11.0, 27.0, 28.0, 29.0, 80.0, 600.0], ids="{}-nats".format)
-def test_one_high_score_in_the_last_block(height, dtype):
+@by_mask
+@pytest.mark.parametrize("height", [8.0, 10.0, 10.5, 11.0, 44.0, 44.5, 45.0, 80.0, 600.0], ids="{}-nats".format)
+def test_one_high_score_in_the_last_block(height, dtype, causal):
     """Just below and above the guard: one key that every row favours, in the block that is visited last."""
     q, k, v = tensors(300, 900, 128, dtype)
     q, k = q * 0.01, k * 0.01
     q[..., 0], k[..., 0] = 1.0, 0.0
     k[:, 5, :, 0] = height
-    check(q, k, v, softmax_scale=1.0)
+    check(q, k, v, causal=causal, softmax_scale=1.0)
+
+
+# Warpgroups that skip blocks of their tile, that see no key, that have no row; tiles with one row.
+UNEVEN = (
+    *((129, 500), (193, 450), (200, 331), (320, 1000), (257, 290)),
+    *((65, 650), (1, 400), (333, 300), (450, 200), (300, 7)),
+)
+
+
+@by_dtype
+@by_mask
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
+@pytest.mark.parametrize("seqlens", UNEVEN, ids="{}".format)
+def test_tiles_that_fail_at_uneven_lengths(seqlens, head_dim, dtype, causal):
+    check(*plateau(70.0, seqlens[1] // 3, seqlens, head_dim, dtype), causal=causal, softmax_scale=1.0)
+
+
+@by_dtype
+@by_mask
+def test_heads_that_fail_beside_heads_that_do_not(dtype, causal):
+    """What is done again for one head leaves the others' bits alone."""
+    q, k, v = plateau(70.0, 256, (600, 600), 128, dtype, batch=2, heads=(6, 3))
+    calm = k.clone()
+    calm[..., 0] = 0.0
+    mixed = calm.clone()
+    mixed[:, :, 1] = k[:, :, 1]
+    option = {"causal": causal, "softmax_scale": 1.0}
+    out, lse = check(q, mixed, v, **option)
+    calm_out, calm_lse = cute_fa.flash_attn_func(q, calm, v, **option, return_lse=True)
+    for head in (0, 1, 4, 5):
+        assert torch.equal(out[:, :, head], calm_out[:, :, head]), f"out of head {head}"
+        assert torch.equal(lse[:, head], calm_lse[:, head]), f"lse of head {head}"
+    assert not torch.equal(lse[:, 2:4], calm_lse[:, 2:4]), "the heads that fail have other scores"
+
+
+@by_dtype
+@pytest.mark.parametrize("heights", [(20.0, 25.0), (60.0, 70.0), (88.0, 95.0)], ids="{}".format)
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="d{}".format)
+def test_a_first_block_that_overflows_under_a_higher_masked_block(head_dim, heights, dtype):
+    """Rows that see a part of their first block, in which a key is far above the 16 leftmost ones.
+
+    The next block is masked too, and its maximum is higher still, so totals come back into range: O does not.
+    """
+    from cute_fa.host import launch
+
+    q, k, v = tensors(64, 64, head_dim, dtype)
+    tile_n = launch.plan_of(dtype, q.shape, v.shape, (None, 0, 0), 132).tile.tile_n
+    q, k, v = tensors(64, tile_n + 32, head_dim, dtype)
+    q, k, v = q * 0.01, k * 0.01, v * 8
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k[:, tile_n + 20, :, 0], k[:, 5, :, 0] = heights
+    check(q, k, v, causal=True, softmax_scale=1.0)
+
+
+@by_dtype
+def test_a_first_block_that_overflows_on_a_diagonal_through_two_blocks(dtype):
+    """The same with as many queries as keys, in blocks of 112 keys, which 64 rows do not divide."""
+    q, k, v = tensors(256, 256, 192, dtype)
+    q, k = q * 0.01, k * 0.01
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k[:, 245, :, 0], k[:, 200, :, 0] = 13.0, 11.0
+    check(q, k, v, causal=True, softmax_scale=1.0)
+
+
+@by_dtype
+@by_mask
+@pytest.mark.parametrize("scale", [2.0**12, 2.0**18, 2.0**24, -(2.0**24)], ids="{}".format)
+def test_equal_scores_of_any_size(scale, dtype, causal):
+    """The rounding of a large reference is larger than what 16 bits hold; it cancels only where both round alike."""
+    q, k, v = tensors(300, 300, 128, dtype)
+    out, _ = cute_fa.flash_attn_func(q.fill_(3.0), k.fill_(3.1), v, causal=causal, softmax_scale=scale, return_lse=True)
+    wanted, _ = cute_fa.flash_attn_func(torch.zeros_like(q), k, v, causal=causal, return_lse=True)
+    assert torch.allclose(out.float(), wanted.float(), atol=4e-3), "the mean of the values"
+
+
+@by_dtype
+@by_mask
+@pytest.mark.parametrize("bias", [0.0, -20.0], ids=["near-zero", "very-low"])
+@pytest.mark.parametrize("seqlens", [(40, 64), (128, 300), (64, 160)], ids="{}".format)
+def test_leftmost_columns_of_the_first_block_are_hidden_by_infinity(seqlens, bias, dtype, causal):
+    """Scores of -inf where a tile looks for its references; every row sees finite ones too."""
+    q, k, v = tensors(*seqlens, 128, dtype)
+    q[..., 0], k[..., 0] = 10.0, bias
+    first_key = (seqlens[1] - 1) // 128 * 128
+    k[:, first_key : first_key + 24, :, 0] = -torch.inf
+    check(q, k, v, causal=causal, softmax_scale=1.0)
 
 
 @by_dtype
@@ -191,17 +291,36 @@ def test_high_diagonal(dtype):
 
 
 @by_dtype
-def test_infinite_scores(dtype):
+@by_mask
+@pytest.mark.parametrize("scale", [None, -0.2], ids=["default", "negative"])
+def test_infinite_scores(scale, dtype, causal):
     """+inf makes a row NaN as in torch, -inf hides a key; other rows of the tile stay right."""
     q, k, v = tensors(200, 500, 64, dtype)
     q[..., 0] = q[..., 0].abs() + 0.1
-    q[:, ::3, :, 0] *= -1  # these rows see -inf
-    for key in (3, 250, 499):
+    q[:, ::3, :, 0] *= -1  # these rows see -inf, under a negative scale +inf
+    option = {"causal": causal, "softmax_scale": scale}
+    for key in (3, 250, 400, 498):
         infinite = k.clone()
         infinite[:, key, :, 0] = torch.inf
-        out = cute_fa.flash_attn_func(q, infinite, v)
-        oracle, _ = plain_attention(q.double(), infinite.double(), v.double())
+        out = cute_fa.flash_attn_func(q, infinite, v, **option)
+        oracle, _ = plain_attention(q.double(), infinite.double(), v.double(), **option)
         assert torch.equal(out.isnan(), oracle.isnan()), f"rows with NaN, key {key}"
+        seen = ~oracle.isnan()
+        assert seen.any() and not seen.all(), "both kinds of rows are there"
+        assert (out[seen] - oracle[seen]).abs().max() < 0.02, f"rows without NaN, key {key}"
+
+
+@by_dtype
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="d{}".format)
+def test_nan_in_a_key(head_dim, dtype):
+    """Rows that see it are NaN, rows of the same tile that do not see it stay right."""
+    q, k, v = tensors(200, 500, head_dim, dtype)
+    for key in (310, 400, 499):
+        broken = k.clone()
+        broken[:, key, 0, 3] = torch.nan
+        out, lse = cute_fa.flash_attn_func(q, broken, v, causal=True, return_lse=True)
+        oracle, oracle_lse = plain_attention(q.double(), broken.double(), v.double(), causal=True)
+        assert torch.equal(out.isnan(), oracle.isnan()) and torch.equal(lse.isnan(), oracle_lse.isnan()), f"key {key}"
         seen = ~oracle.isnan()
         assert seen.any() and not seen.all(), "both kinds of rows are there"
         assert (out[seen] - oracle[seen]).abs().max() < 0.02, f"rows without NaN, key {key}"
@@ -225,6 +344,68 @@ def test_bitwise_repeatable(head_dim, causal):
     for _ in range(20):
         again = cute_fa.flash_attn_func(q, k, v, causal=causal, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again)), "bitwise equal"
+
+
+@by_dtype
+@by_mask
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="d{}".format)
+def test_bitwise_repeatable_where_tiles_fail(head_dim, causal, dtype):
+    """Every tile that sees both sides of the plateau, of more tiles than SMs."""
+    inputs = plateau(70.0, 300, (1000, 1000), head_dim, dtype, batch=2, heads=(16, 4))
+    first = check(*inputs, causal=causal, softmax_scale=1.0)
+    for _ in range(10):
+        again = cute_fa.flash_attn_func(*inputs, causal=causal, softmax_scale=1.0, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again)), "bitwise equal"
+
+
+@by_mask
+@pytest.mark.parametrize("role", ["q", "k"])
+def test_a_launch_waits_for_what_the_one_before_writes(role, causal):
+    """out is q or k of the next call. A row takes few keys, and v changes from call to call: a stale row shows.
+
+    As q, out keeps the scores of a row far apart, so that each launch ends with tiles that are done again.
+    """
+    steps = []
+    for seed in range(4):
+        q, k, v = plateau(70.0, 300, (1000, 1000), 128, BF16, batch=2, heads=(12, 12), seed=seed)
+        q[..., 1:] *= 5
+        v *= 2
+        v[..., 0] = 4.0 if role == "q" else 0.0
+        steps.append((q, k, v))
+
+    def chain(pause):
+        x = steps[3][2]
+        for i in range(200):
+            q, k, v = steps[i % 4]
+            q, k = (x, k) if role == "q" else (q, x)
+            x = cute_fa.flash_attn_func(q, k, v, causal=causal, softmax_scale=1.0)
+            pause()
+        return x
+
+    expected = chain(torch.cuda.synchronize)
+    for _ in range(3):
+        assert torch.equal(chain(lambda: None), expected), "bitwise equal"
+
+
+@by_mask
+def test_kernels_of_torch_before_and_behind_a_launch(causal):
+    """q, k and v are written right before, and out is read right after."""
+    sources = [plateau(70.0, 300, (1000, 1000), 128, BF16, batch=2, heads=(12, 12), seed=seed) for seed in range(3)]
+    option = {"causal": causal, "softmax_scale": 1.0}
+    expected = []
+    for source in sources:
+        torch.cuda.synchronize()
+        out = cute_fa.flash_attn_func(*source, **option)
+        torch.cuda.synchronize()
+        expected.append(out * 2)
+    buffers = [torch.empty_like(x) for x in sources[0]]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(200):
+        for buffer, x in zip(buffers, sources[i % 3]):
+            torch.mul(x, 1.0, out=buffer)
+        doubled = cute_fa.flash_attn_func(*buffers, **option) * 2
+        wrong += (doubled != expected[i % 3]).sum()
+    assert wrong.item() == 0, "bitwise equal"
 
 
 def with_guard(shape, dtype, guard, lead=1024):
@@ -258,17 +439,19 @@ def test_nothing_outside_is_read_or_written(head_dim, causal):
 
 
 @by_mask
-def test_number_of_sms_does_not_matter(causal):
-    """The persistent grid of an H20 (78 SMs) and of an H100 or H200 (132) give the same bits; so does one CTA."""
+@pytest.mark.parametrize("height", [0.0, 70.0], ids=["no-tile-fails", "tiles-fail"])
+def test_number_of_sms_does_not_matter(height, causal):
+    """The persistent grid of an H20 (78 SMs) and of an H100 or H200 (132) give the same bits; so do 1 and 3 CTAs."""
     from cute_fa.host import cache, launch
 
-    q, k, v = tensors(700, 700, 128, BF16, batch=3, heads=(8, 2))
+    q, k, v = plateau(height, 256, (700, 700), 128, BF16, batch=3, heads=(8, 2))
     plan = launch.plan_of(BF16, q.shape, v.shape, (None, 0 if causal else None, 0), 132)
     results = []
-    for num_sms in (1, 78, 132):
+    for num_sms in (1, 3, 78, 132):
         out, lse = torch.empty_like(q), torch.empty(3, 8, 700, device="cuda")
         counter = torch.zeros(2, dtype=torch.int32, device="cuda")
-        cache.load(plan)(q, k, v, out, lse, counter, 0.1, num_sms)
+        cache.load(plan)(q, k, v, out, lse, counter, 1.0, num_sms)
+        assert (counter == 0).all(), "the counter is cleared for the next launch"
         results.append((out, lse))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other)), "bitwise equal"
 
@@ -292,6 +475,8 @@ for head_dim, seqlen, heads in ((64, 200, 2), (64, 2100, 12), (96, 200, 2), (128
         q, k, v = (torch.randn(1, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for _ in range(2):
             cute_fa.flash_attn_func(q, k, v, causal=causal)
+        q[..., 0], k[:, : seqlen // 3, :, 0] = 40.0, 40.0  # tiles are done again
+        cute_fa.flash_attn_func(q, k, v, causal=causal)
 """
 
 
