@@ -1,6 +1,6 @@
 """Ring: the mbarriers of a buffer with several stages, which a load warp fills and consumer warps empty.
 
-Every stage has a full barrier (one arrival of the load warp, and the bytes of its copies) and an empty barrier (one
+Every stage has a full barrier (one arrival of the load warp, or more, and the bytes of its copies) and an empty barrier (one
 arrival of each consumer warp). Whoever uses a ring carries its own index and phase, so two rings that move in step, such
 as K and V one block behind it, share one pair of integers. Consumers begin with phase 0; the load warp begins with phase
 1, which an empty barrier that nobody has arrived at lets pass.
@@ -32,10 +32,10 @@ class Ring:
     def empty(self, index):
         return self.barriers + self.num_stages + index
 
-    def init(self, num_consumer_warps: int):
+    def init(self, num_consumer_warps: int, num_producer_lanes: int = 1):
         """Run by one thread, before the barrier after which others use the ring."""
         for stage in range(self.num_stages):
-            cute.arch.mbarrier_init(self.full(stage), 1)
+            cute.arch.mbarrier_init(self.full(stage), num_producer_lanes)
             cute.arch.mbarrier_init(self.empty(stage), num_consumer_warps)
 
     def wait_full(self, index, phase):

@@ -42,6 +42,10 @@ class TileSlots:
         words = cute.make_tensor(pointer, cute.make_layout((_WORDS, NUM_SLOTS)))
         return TileSlots(words, Ring(barriers, NUM_SLOTS))
 
+    def init(self, num_consumer_warps: int):
+        """As `Ring.init`."""
+        self.ring.init(num_consumer_warps, _WARPGROUPS)
+
     def producer_state(self):
         return self.ring.state(PRODUCER)
 
@@ -80,13 +84,12 @@ def clear(slots: TileSlots, lane: Int32):
 @cute.jit
 def post(slots: TileSlots, index: Int32, lane: Int32, tile: Int32, place, has_care: Int32, details):
     """Run by the load warp: posts a tile in an empty slot. place: (block, head, batch). details: lane w has warpgroup w's."""
-    if lane < _WARPGROUPS:
-        for i, value in enumerate(details):
-            slots.words[_DETAILS + NUM_DETAILS * lane + i, index] = value
-    cute.arch.sync_warp()  # SYNC: all lanes have written before one of them says so
     if lane == 0:
         for word, value in (*zip((_BLOCK, _HEAD, _BATCH), place), (_HAS_CARE, has_care), (_TILE, tile)):
             slots.words[word, index] = value
+    if lane < _WARPGROUPS:
+        for i, value in enumerate(details):
+            slots.words[_DETAILS + NUM_DETAILS * lane + i, index] = value
         cute.arch.mbarrier_arrive(slots.ring.full(index))
 
 

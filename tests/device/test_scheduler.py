@@ -57,7 +57,7 @@ def hand_out_kernel(
     slots = TileSlots.at(storage.words.data_ptr(), storage.barriers.data_ptr())
     if warp == 0:
         with cute.arch.elect_one():
-            slots.ring.init(NUM_CONSUMER_WARPS)
+            slots.init(NUM_CONSUMER_WARPS)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     _, batch, num_heads, num_blocks = fails.shape

@@ -372,10 +372,10 @@ def test_scales_compile(scales):
 def test_a_scale_hides_what_is_hidden(scales):
     """Whatever the scale's sign; with scale 0 finite scores, of which fp16 and bf16 rows give up to 1e30, vanish."""
     given = torch.tensor([0.0, -0.0, 1.5, -2.0, 1e-30, -1e-30])
-    out = torch.zeros(2, len(given), 3, device="cuda")
+    out = [torch.zeros(len(given), 3, device="cuda") for _ in range(2)]
     for score, result in zip((1e30, -torch.inf), out):
         scales(given.cuda(), torch.full_like(given, score).cuda(), result)
-    finite, infinite = out.cpu()
+    finite, infinite = (x.cpu() for x in out)
     assert torch.equal(finite[2:, 0], given[2:]), "scales that are not 0 stay"
     assert (finite[:2, 1].abs() < 1e-7).all(), "finite scores vanish with scale 0"
     assert infinite[:, 1].isinf().all(), "infinite ones never do"

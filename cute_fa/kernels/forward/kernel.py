@@ -150,7 +150,7 @@ class ForwardKernel:
             for atom in (atoms.q, atoms.k, atoms.v, atoms.out):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for ring in (pipes.q, pipes.k, pipes.v, pipes.tiles.ring):
+                for ring in (pipes.q, pipes.k, pipes.v, pipes.tiles):
                     ring.init(WARPS_PER_WARPGROUP * self.plan.tile.num_consumer_warpgroups)
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
         cute.arch.sync_threads()  # SYNC: barriers before anyone waits at them
