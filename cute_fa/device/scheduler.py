@@ -102,9 +102,10 @@ def failed_tile(slots: TileSlots, index: Int32, phase: Int32, lane: Int32, num_w
     tile = Int32(-1)
     for _ in cutlass.range(num_waited, unroll=1):
         slots.ring.wait_empty(index, phase)
-        if tile < 0 and slots.words[_HAS_FAILED, index] != 0:
-            tile = slots.words[_TILE, index]
-            cute.arch.sync_warp()  # SYNC: all lanes have read before one of them writes
+        has_failed, tile_of_slot = slots.words[_HAS_FAILED, index], slots.words[_TILE, index]
+        cute.arch.sync_warp()  # SYNC: all lanes have read before one of them writes, here or in `post`
+        if tile < 0 and has_failed != 0:
+            tile = tile_of_slot
             if lane == 0:
                 slots.words[_HAS_FAILED, index] = Int32(0)
         index += 1

@@ -22,8 +22,8 @@ TMA_ALIGNMENT_BYTES = 16  # of addresses and strides; PTX ISA, "tensor maps"
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
-# Memory on the current device, given (sizes, strides, dtype), the first two tuples and no torch.Size. What code compiled by inductor calls; through the
-# dispatcher an allocation takes twice as long on the host.
+# (sizes, strides, dtype) -> memory on the current device; sizes and strides are tuples, no torch.Size. It is what code that
+# inductor compiled calls: through the dispatcher an allocation takes twice as long on the host.
 _empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
     lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
 )
@@ -63,9 +63,13 @@ def forward_launch(device_index: int, dtype, mask: tuple, shapes: tuple, strides
         out, lse = _empty_strided(*out_facts), _empty_strided(*lse_facts)
         if kernel is None:
             return out.zero_(), lse.fill_(-torch.inf)
-        if not has_tma_strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
+        if not has_tma_strides:
             q, k, v = _as_tma_reads((q, k, v))
-        kernel(q, k, v, out, lse, _counter(device_index), softmax_scale, num_sms)
+        results = out, lse, _counter(device_index), softmax_scale, num_sms
+        try:
+            kernel(q, k, v, *results)
+        except ValueError:  # Before the launch: the kernel looks at addresses itself.
+            kernel(*_as_tma_reads((q, k, v)), *results)
         return out, lse
 
     return launch

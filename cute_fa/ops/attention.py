@@ -107,7 +107,9 @@ def dense(q, k, v, options: tuple):
     if launch_known and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         # The operator, which nothing would look at, takes as long on the host as the launch.
         out, lse = launch_known(q, k, v, call.softmax_scale)
-        return _asked_for((out, lse, q.new_empty(0) if options.return_attn_probs else None), options)
+        if not options.return_attn_probs:
+            return (out, lse) if options.return_lse else out
+        return out, lse, q.new_empty(0)
     return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
 
 

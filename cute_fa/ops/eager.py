@@ -20,7 +20,10 @@ def key_of(q, k, v, options: tuple):
     marshal tells 1, 1.0 and True apart, which are equal and not all of them legal. fp32 has no key, because autocast may
     cast it; what it is cast to has one.
     """
-    if not is_eager(q, k, v) or q.dtype is torch.float32:
+    if not (type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES and _is_unobserved()):
+        return None
+    # Only the imaginary part of a conjugate can be lazily negative, and no complex number is made of two bf16.
+    if q.dtype is not torch.bfloat16 and (q.dtype is torch.float32 or q.is_neg() or k.is_neg() or v.is_neg()):
         return None
     try:
         plain = marshal.dumps(options, 2)  # version 2: the same bytes whatever else refers to the objects
@@ -39,14 +42,15 @@ def are_plain(options: AttentionOptions) -> bool:
 
 
 def is_eager(*tensors) -> bool:
-    """Whether these are torch's own tensors and nothing looks on: no trace, no mode, no transform, no profiler."""
-    if torch.compiler.is_compiling():
-        return False
-    for x in tensors:
-        if type(x) not in _OWN_TYPES or x.is_neg():
-            return False
+    """Whether these are torch's own tensors and nothing looks on."""
+    return _is_unobserved() and all(type(x) in _OWN_TYPES and not x.is_neg() for x in tensors)
+
+
+def _is_unobserved() -> bool:
+    """No compilation, no trace, no mode, no transform, no profiler."""
     return (
-        torch._C._get_tracing_state() is None
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and torch._C._functorch.maybe_current_level() is None

@@ -55,7 +55,7 @@ def build_forward_plan(dtype: str, head_dim: int, head_dim_v: int, is_causal: bo
         dtype=dtype,
         tile=_forward_tile(head_dim, head_dim_v),
         is_causal=is_causal,
-        # At 256 products take so much longer than a softmax that turns only cost.
+        # PERF: at 256, where products take longer than softmax, turns cost 0 to 3% (H200, 2026-11-30, 20261130T124523Z-tune).
         has_turns=head_dim_v < 256,
         heads_per_section=usual_heads_per_section(is_causal),
     )
@@ -63,7 +63,7 @@ def build_forward_plan(dtype: str, head_dim: int, head_dim_v: int, is_causal: bo
 
 def _forward_tile(head_dim: int, head_dim_v: int) -> ForwardTile:
     """The largest block of keys that fits; then a second stage for Q and staging for O, where there is room for both."""
-    # At 256, 64 keys waste less of the diagonal than 80 save, and are as fast without one.
+    # PERF: at 256, 64 keys are 0 to 5% faster than 80, full and causal (H200, 2026-11-30, 20261130T124523Z-tune).
     for tile_n in (64,) if head_dim_v == 256 else _TILE_NS:
         tile = usual_forward_tile(head_dim, head_dim_v, FORWARD_WARPGROUPS, tile_n)
         if tile.fits:

@@ -24,6 +24,8 @@ def usual_forward_tile(head_dim: int, head_dim_v: int, num_warpgroups: int, tile
 
 
 def usual_heads_per_section(is_causal: bool) -> int:
+    # PERF: causal, 8 heads take up to 12% longer than 32, 16 up to 7%, 64 from 1% less to 3% more (H200, 2026-11-30, runs
+    # 20261130T124448Z-tune, 20261130T124505Z-tune and 20261130T124523Z-tune).
     return 32 if is_causal else 1
 
 

@@ -56,11 +56,12 @@ class ForwardWinner:
 # Rows of one pair of head dims and mask: shorter sequences first.
 FORWARD_WINNERS = (
     #             dim,   v, causal, seqlen, wgs, keys, q, kv, staged, turns, heads, measured
-    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True,  True,     1, "20261130T075651Z-grid"),
-    ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
-    ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
-    ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True,     1, "20261130T075651Z-grid"),
-    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True,    32, "20261130T075651Z-grid"),
-    ForwardWinner(256, 256,  False,   None,   2,   64, 1,  2,  False, False,     1, "20261130T075651Z-grid"),
-    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False,    32, "20261130T075651Z-grid"),
+    ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  3,   True,  True,    32, "20261130T124448Z-tune"),
+    ForwardWinner( 64,  64,   True,   8192,   3,  128, 2,  3,   True,  True,    32, "20261130T124448Z-tune"),
+    ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True,    32, "20261130T124448Z-tune"),
+    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True,  True,     1, "20261130T124448Z-tune"),
+    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True,    32, "20261130T124505Z-tune"),
+    ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True,     1, "20261130T124505Z-tune"),
+    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False,    32, "20261130T124523Z-tune"),
+    ForwardWinner(256, 256,  False,   None,   2,   64, 1,  2,  False, False,     1, "20261130T124523Z-tune"),
 )

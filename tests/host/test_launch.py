@@ -1,5 +1,7 @@
 """The launch of a call, up to its kernels: what TMA reads as it lies, what is copied, plans and workspace."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -81,11 +83,18 @@ def test_sizes_and_mask_reach_the_heuristics(monkeypatch):
     assert (problem.scores.mask, num_sms) == (MaskSpec(9, 0, 11), 78), "mask and SMs"
 
 
+def recorded(calls, plan, *arguments):
+    """A kernel that notes its arguments, after the check of addresses that every compiled kernel makes."""
+    if any(isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 and x.data_ptr() % 16 for x in arguments):
+        raise ValueError("Misaligned Tensor data")
+    calls.append((plan, *arguments))
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The launch with CPU tensors (device -1): a kernel that notes its plan and arguments, an H20, and stream 1."""
     calls = []
-    monkeypatch.setattr(launch.cache, "load", lambda plan: lambda *arguments: calls.append((plan, *arguments)))
+    monkeypatch.setattr(launch.cache, "load", lambda plan: partial(recorded, calls, plan))
     monkeypatch.setattr(launch, "sm_count", lambda device_index: 78)
     monkeypatch.setattr(launch, "_counters", {})
     monkeypatch.setattr(launch, "_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))

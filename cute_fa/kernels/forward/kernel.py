@@ -39,11 +39,13 @@ class ForwardKernel:
     Edges, producer -> consumer:
         Q, K, V     load warp -> consumer warpgroups: TMA, rings of num_q_stages, num_kv_stages, num_kv_stages; a stage is
                     freed by all consumer warps
-        tile        load warp -> consumer warpgroups: coordinates, 4 slots; back: whether to do it once more, with care
+        tile        load warp -> consumer warpgroups: a place and ranges of keys, 4 slots; a slot is freed by all consumer
+                    warps, with their word whether the tile is done, or has to be done once more, with care
         turn        warpgroup -> next warpgroup: issue products now (ping-pong, plan.has_turns)
         O           warpgroup -> its first warp: staged in shared memory, stored by TMA; or from registers
     Timeline of a consumer warpgroup, n blocks from right to left:
         QK(n-1) | softmax | QK(n-2), PV(n-1) with softmax(n-2) under it | ... | QK(0), PV(1) with softmax(0) | PV(0) | store
+    Softmax takes no maxima where it can do without, and the end of the tile tells whether it could (`device/softmax.py`).
     Limits: shared memory of plan.tile.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim;
     fewer than 2^31 tiles.
 
