@@ -31,7 +31,7 @@ class Slice:
 class Machine:
     """device: of the tensors, as torch names it. facts: the columns device, driver, torch, dsl.
 
-    time: makes one call that does not count and then a number that do. synchronize: returns when the device is idle.
+    time: makes a number of calls that do not count, then as many that do. synchronize: returns when the device is idle.
     """
 
     device: str
@@ -55,7 +55,8 @@ def cuda_machine() -> Machine:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time(run: Run, num_calls: int) -> Slice:
-        run(1)  # Fills the L2 with this contestant's tensors and keeps the device busy while the slice is queued.
+        # Until clock and L2 are those of this contestant, not what the one before left.
+        run(num_calls)
         start.record()
         run(num_calls)
         end.record()
