@@ -21,7 +21,7 @@ from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring
 NUM_SLOTS = 4
 NUM_DETAILS = 4
 _BLOCK, _HEAD, _BATCH, _HAS_CARE, _TILE, _HAS_FAILED, _DETAILS = 0, 1, 2, 3, 4, 5, 8  # words of a slot, two unused
-_WARPGROUPS = 4  # with details, of which one consumer less than four is used
+_WARPGROUPS = 4  # that may have details, each posted by a lane; a CTA has two or three of them
 _WORDS = _DETAILS + NUM_DETAILS * _WARPGROUPS
 
 

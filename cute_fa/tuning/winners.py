@@ -1,7 +1,8 @@
 """Winners: which forward plan was the fastest on an H200, as a table. `python -m benchmarks.tune` prints its rows.
 
 `heuristics.forward_plan` takes the first row that holds for a problem. A row is there because a run measured it: no
-number of one changes without a new run. Rows hold for both dtypes, which have the same instructions and sizes.
+number of one changes without a new run. Rows hold for both dtypes, which have the same sizes and
+nearly the same instructions.
 """
 
 from dataclasses import dataclass
