@@ -104,13 +104,16 @@ def dense(q, k, v, options: tuple):
         q, k, v = autocast(q, k, v)
         known = _checked(q, k, v, options)
     call, options, launch_known = known
-    if launch_known and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        # The operator, which nothing would look at, takes as long on the host as the launch.
+    if launch_known is None:
+        return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+    # Without the operator, which nothing would look at: it takes longer on the host than the launch, most of it in autograd.
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _EagerAttention.apply(q, k, v, known)
+    else:
         out, lse = launch_known(q, k, v, call.softmax_scale)
-        if not options.return_attn_probs:
-            return (out, lse) if options.return_lse else out
+    if options.return_attn_probs:
         return out, lse, q.new_empty(0)
-    return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+    return (out, lse) if options.return_lse else out
 
 
 def _checked(q, k, v, options: tuple) -> Known:
@@ -279,17 +282,40 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd_backward(ctx, dout, dlse, _dprobs):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
+    grads = _gradients(dout, dlse, (q, k, v, out, lse), needs, Call(*tensors, *ctx.scalars))
+    by_input = dict(zip(_GRADIENT_OF, grads))
+    return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
+
+
+def _gradients(dout, dlse, saved, needs, call: Call) -> list:
+    """A gradient for each in `needs`, None where it is False. saved: q, k, v, out, lse."""
+    q, k, v, out, _ = saved
     if dout is None:
         dout = torch.zeros_like(out)
-    needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
-    arguments = dout, dlse, q, k, v, out, lse
     if q.is_cuda and not torch.is_grad_enabled() and is_eager(q, k, v, dout):
         # As in `dense`, without the operator, which is there for who looks on and to refuse a second derivative.
-        grads = _launch_backward(*arguments, needs, Call(*tensors, *ctx.scalars))
+        grads = _launch_backward(dout, dlse, *saved, needs, call)
     else:
-        grads = torch.ops.cute_fa.attention_backward.default(*arguments, *needs, *tensors, *ctx.scalars)
-    by_input = {index: grad for index, grad, is_needed in zip(_GRADIENT_OF, grads, needs) if is_needed}
-    return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
+        grads = torch.ops.cute_fa.attention_backward.default(dout, dlse, *saved, *needs, *call)
+    return [grad if is_needed else None for grad, is_needed in zip(grads, needs)]
+
+
+class _EagerAttention(torch.autograd.Function):
+    """A known dense call whose gradients are asked for; the same as the operator, whose autograd is written in Python."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, known: Known):
+        out, lse = known.launch(q, k, v, known.call.softmax_scale)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = known.call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        needs = [*ctx.needs_input_grad[:3], False]  # no sink
+        return tuple(_gradients(dout, dlse, ctx.saved_tensors, needs, ctx.call))
 
 
 def _refuse_double_backward(ctx, *_grads):

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cute_fa
+from cute_fa.core.errors import NotSupportedError
 from cute_fa.ops import attention
 from cute_fa.ops.attention import BackwardCall
 from cute_fa.ops.eager import is_eager
+from cute_fa.reference import dense as reference_dense
 from cute_fa.testing.plain import plain_attention
 
 DENSE = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
@@ -95,11 +98,86 @@ def test_an_eager_call_is_launched_without_the_operator(launches):
     assert (operators.num_forwards, launches) == (1, []), "the operator, for who looks on"
     cute_fa.flash_attn_func(q, k, v)
     assert len(launches) == 1, "no operator"
-    assert cute_fa.flash_attn_func(q.clone().requires_grad_(), k, v).requires_grad, "autograd sees the operator"
-    assert len(launches) == 1, "which the launch knows nothing of"
+    assert cute_fa.flash_attn_func(q.clone().requires_grad_(), k, v).requires_grad, "a gradient is asked for"
     with torch.no_grad():
-        cute_fa.flash_attn_func(torch.nn.Parameter(q), k, v)
-    assert len(launches) == 2, "nobody needs a gradient"
+        assert not cute_fa.flash_attn_func(torch.nn.Parameter(q), k, v).requires_grad, "nobody needs a gradient"
+    assert len(launches) == 3, "with autograd or without"
+
+
+@pytest.fixture
+def computed(fresh, monkeypatch):
+    """As `launches`, with a launch that computes."""
+
+    def launch_of(q, k, v, call):
+        def launched(q, k, v, scale):
+            assert scale == call.softmax_scale, "the scale of the known call"
+            return reference_dense.forward(q, k, v, call.scores, call.score_tensors)[:2]
+
+        return launched
+
+    monkeypatch.setattr(attention, "_launch_of", launch_of)
+
+
+def gradients(loss, inputs, **options):
+    out, lse = cute_fa.flash_attn_func(*inputs, return_lse=True, **options)
+    return torch.autograd.grad(loss(out, lse), [x for x in inputs if x.requires_grad])
+
+
+LOSSES = {
+    "out": lambda out, lse: out.square().sum(),
+    "lse": lambda out, lse: lse.square().sum(),
+    "both": lambda out, lse: out.square().sum() + lse.sum(),
+}
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids="{}".format)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_gradients_of_a_launched_call_are_those_of_the_operator(needs, loss, computed):
+    """With a mode on, which looks, the operator runs; without one it does not."""
+    inputs = [x.detach().requires_grad_(bool(is_needed)) for x, is_needed in zip(leaves(), needs)]
+    if loss is LOSSES["lse"] and not any(needs[:2]):
+        return  # lse does not depend on v
+    with Operators() as operators:
+        wanted = gradients(loss, inputs, causal=True)
+    found = gradients(loss, inputs, causal=True)
+    assert operators.num_forwards == 1, "for who looks on"
+    assert len(found) == sum(needs) and all(map(torch.equal, found, wanted)), "the same numbers"
+
+
+def test_a_launched_call_has_a_node_of_its_own(computed):
+    q, k, v = leaves()
+    out = cute_fa.flash_attn_func(q, k, v)
+    assert type(out.grad_fn).__name__ == "_EagerAttentionBackward", "no operator"
+    with torch.no_grad():
+        assert cute_fa.flash_attn_func(q, k, v).grad_fn is None, "nothing to record"
+
+
+def test_a_second_derivative_of_a_launched_call_is_refused(computed):
+    q, k, v = leaves()
+    (dq,) = torch.autograd.grad(cute_fa.flash_attn_func(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotSupportedError, match="^create_graph: expected a first derivative"):
+        dq.sum().backward()
+
+
+def test_inputs_of_a_launched_call_must_not_change_before_its_gradient(computed):
+    q, k, v = leaves()
+    x = q * 1
+    out = cute_fa.flash_attn_func(x, k, v)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+def test_a_launched_call_is_computed_again_by_checkpointing(use_reentrant, computed):
+    inputs = leaves()
+
+    def attend(q, k, v):
+        return cute_fa.flash_attn_func(q * 1, k, v, causal=True)
+
+    wanted = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    checkpoint(attend, *inputs, use_reentrant=use_reentrant).square().sum().backward()
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(inputs, wanted)), "bit for bit"
 
 
 def test_what_is_launched_is_for_this_call(launches):
