@@ -68,7 +68,7 @@ def cuda_machine() -> Machine:
 
 
 def cublas_tflops(machine: Machine, num_slices: int = 20, num_calls: int = 15) -> float:
-    """What cuBLAS gives on bf16 8192^3: tells how fast a run's device was. About half a second, until clocks settle."""
+    """What cuBLAS gives on bf16 8192^3: tells how fast a run's device was. About a second, until clocks settle."""
     generator = torch.Generator(machine.device).manual_seed(0)
     size = (CUBLAS_SIZE, CUBLAS_SIZE)
     a, b = (torch.randn(size, generator=generator, device=machine.device, dtype=torch.bfloat16) for _ in range(2))

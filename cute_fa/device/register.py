@@ -52,7 +52,8 @@ def hold(value: Float32, scratch):
     """Keeps what follows, such as a wait, below the instructions that make `value`, a number that is never negative.
 
     WORKAROUND(ptxas, 13.4): a wait for a product is hoisted above the arithmetic that should run under it. The store to
-    scratch (shared memory) depends on `value` and never happens.
+    scratch (shared memory) depends on `value` and never happens. ptxas must not know that: it sees that a sum of
+    exponentials is not negative and drops the store, but not of a sum that a loop carries.
     """
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p st.volatile.shared.u32 [{$r1}], {$r2}; }",

@@ -80,7 +80,10 @@ BackwardCall = NamedTuple("BackwardCall", [*_needs, *get_type_hints(Call).items(
 
 
 class Known(NamedTuple):
-    """What a dense call that passed the checks comes to. launch: as `launch.forward_launch` gives it; None for CPU tensors."""
+    """What a dense call that passed the checks comes to.
+
+    launch: as `launch.forward_launch` gives it; None for CPU tensors and where the call cannot be remembered.
+    """
 
     call: Call
     options: AttentionOptions
@@ -105,15 +108,13 @@ def dense(q, k, v, options: tuple):
         known = _checked(q, k, v, options)
     call, options, launch_known = known
     if launch_known is None:
-        return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+        return _asked_for(*torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
     # Without the operator, which nothing would look at: it takes longer on the host than the launch, most of it in autograd.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _EagerAttention.apply(q, k, v, known)
     else:
         out, lse = launch_known(q, k, v, call.softmax_scale)
-    if options.return_attn_probs:
-        return out, lse, q.new_empty(0)
-    return (out, lse) if options.return_lse else out
+    return _asked_for(out, lse, q.new_empty(0) if options.return_attn_probs else None, options)
 
 
 def _checked(q, k, v, options: tuple) -> Known:
@@ -147,7 +148,7 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
         validate.varlen_values(q, k, sequences)
     lengths = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}  # ints, where tensors were given
     call = _call(q, k, v, problem, options, dataclasses.replace(sequences, **lengths))
-    return _asked_for(torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+    return _asked_for(*torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
 
 
 def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences) -> Call:
@@ -175,9 +176,8 @@ def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequenc
     )
 
 
-def _asked_for(results, options: AttentionOptions):
-    """Of out, lse and probs, what the call returns."""
-    out, lse, probs = results
+def _asked_for(out, lse, probs, options: AttentionOptions):
+    """What the call returns of these."""
     if options.return_attn_probs:
         return out, lse, probs
     return (out, lse) if options.return_lse else out
