@@ -241,6 +241,19 @@ def test_compiled_call_with_dynamic_lengths():
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_out_alone(causal):
+    """Without memory for lse, eager and in a CUDA graph."""
+    q, k, v = qkv(seqlen=200)
+    wanted, _ = attention(q, k, v, causal=causal, return_lse=True)
+    assert torch.equal(attention(q, k, v, causal=causal), wanted), "eager"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=causal)
+    graph.replay()
+    assert torch.equal(out, wanted), "replayed"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_opcheck(causal):
     call = Call(*(None,) * 8, 0, 0, 0.125, None, 0 if causal else None, 0, 0.0, 0.0, False, False)
     torch.library.opcheck(torch.ops.cute_fa.attention_forward, (*qkv(), *call))

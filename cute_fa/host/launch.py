@@ -41,7 +41,10 @@ def forward(q, k, v, softmax_scale: float, mask: tuple):
 
 @lru_cache(maxsize=4096)
 def forward_launch(device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple) -> Callable:
-    """`forward` of all calls with these shapes and strides: (q, k, v, softmax_scale) -> out, lse. Loads the kernel."""
+    """`forward` of all calls with these shapes and strides: (q, k, v, softmax_scale, needs_lse) -> out, lse. Loads the kernel.
+
+    Where lse is not needed it is empty, which saves an allocation.
+    """
     q_shape, _, v_shape = shapes
     batch, seqlen_q, heads_q, _ = q_shape
     num_sms = sm_count(device_index)
@@ -55,12 +58,13 @@ def forward_launch(device_index: int, dtype, mask: tuple, shapes: tuple, strides
     has_tma_strides = _all_have_tma_strides(dtype, shapes, strides)
     out_facts = *_contiguous(batch, seqlen_q, heads_q, v_shape[3]), dtype
     lse_facts = *_contiguous(batch, heads_q, seqlen_q), torch.float32
+    no_lse = _empty_lse(device_index)
 
-    def launch(q, k, v, softmax_scale: float):
+    def launch(q, k, v, softmax_scale: float, needs_lse: bool = True):
         if torch._C._cuda_getDevice() != device_index:
             with torch.cuda.device(device_index):
-                return launch(q, k, v, softmax_scale)
-        out, lse = _empty_strided(*out_facts), _empty_strided(*lse_facts)
+                return launch(q, k, v, softmax_scale, needs_lse)
+        out, lse = _empty_strided(*out_facts), _empty_strided(*lse_facts) if needs_lse else no_lse
         if kernel is None:
             return out.zero_(), lse.fill_(-torch.inf)
         if not has_tma_strides:
@@ -170,7 +174,7 @@ def problem_of(dtype, q_shape, v_shape, mask: tuple, is_deterministic: bool = Fa
 
 def _counter(device_index: int) -> torch.Tensor:
     """Two zeros that no other launch uses while this one runs."""
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         # A graph may be replayed beside anything else, so each of its launches clears two words of its own.
         return _zeros(device_index)
     # The same as torch.cuda.current_stream(device_index).cuda_stream, without an object.
@@ -179,6 +183,17 @@ def _counter(device_index: int) -> torch.Tensor:
     if counter is None:
         counter = _counters[key] = _zeros(device_index)
     return counter
+
+
+def _empty_lse(device_index: int) -> torch.Tensor:
+    return torch.empty((0, 0, 0), dtype=torch.float32, device=torch.device("cuda", device_index))
+
+
+def nothing(x) -> torch.Tensor:
+    """A new tensor (0,) with the dtype and on the device of x."""
+    if torch._C._cuda_getDevice() == x.get_device():
+        return _empty_strided((0,), (1,), x.dtype)
+    return x.new_empty(0)
 
 
 def _zeros(device_index: int) -> torch.Tensor:

@@ -113,7 +113,7 @@ def dense(q, k, v, options: tuple):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _EagerAttention.apply(q, k, v, known)
     else:
-        out, lse = launch_known(q, k, v, call.softmax_scale)
+        out, lse = launch_known(q, k, v, call.softmax_scale, options.return_lse or options.return_attn_probs)
     return _asked_for(out, lse, q.new_empty(0) if options.return_attn_probs else None, options)
 
 
@@ -221,7 +221,7 @@ def _forward_cpu(q, k, v, *flat):
 def _forward_cuda(q, k, v, *flat):
     call = Call(*flat)
     _require_kernels(q, call)
-    return (*launch.forward(q, k, v, call.softmax_scale, call.mask), q.new_empty(0))
+    return (*launch.forward(q, k, v, call.softmax_scale, call.mask), launch.nothing(q))
 
 
 def _require_kernels(q, call: Call):

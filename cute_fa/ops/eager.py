@@ -3,10 +3,13 @@
 `ops/attention.py` asks in every call; each microsecond here is one of a small call's time on the host.
 """
 
-import marshal
+from marshal import dumps
 
 import torch
-from torch.autograd import forward_ad
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import maybe_current_level
+from torch.autograd import _profiler_enabled, forward_ad
+from torch.compiler import is_compiling
 
 from cute_fa.core.call import AttentionOptions
 
@@ -22,16 +25,19 @@ def key_of(q, k, v, options: tuple):
     """
     if not (type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES and _is_unobserved()):
         return None
+    dtype = q.dtype
     # Only the imaginary part of a conjugate can be lazily negative, and no complex number is made of two bf16.
-    if q.dtype is not torch.bfloat16 and (q.dtype is torch.float32 or q.is_neg() or k.is_neg() or v.is_neg()):
+    if dtype is not torch.bfloat16 and (dtype is torch.float32 or q.is_neg() or k.is_neg() or v.is_neg()):
         return None
     try:
-        plain = marshal.dumps(options, 2)  # version 2: the same bytes whatever else refers to the objects
+        plain = dumps(options, 2)  # version 2: the same bytes whatever else refers to the objects
     except ValueError:  # a tensor, or another object that marshal does not know
         return None
     return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, plain, torch.are_deterministic_algorithms_enabled(),
+        q.shape, k.shape, v.shape, dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        # Of contiguous tensors only strides of sizes 0 and 1 differ, which nothing depends on.
+        q.is_contiguous() or q.stride(), k.is_contiguous() or k.stride(), v.is_contiguous() or v.stride(),
+        plain, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
@@ -49,11 +55,11 @@ def is_eager(*tensors) -> bool:
 def _is_unobserved() -> bool:
     """No compilation, no trace, no mode, no transform, no profiler."""
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.maybe_current_level() is None
+        not is_compiling()
+        and _get_tracing_state() is None
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and maybe_current_level() is None
         and forward_ad._current_level < 0
-        and not torch.autograd._profiler_enabled()
+        and not _profiler_enabled()
     )

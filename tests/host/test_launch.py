@@ -98,10 +98,11 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "sm_count", lambda device_index: 78)
     monkeypatch.setattr(launch, "_counters", {})
     monkeypatch.setattr(launch, "_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(launch, "_empty_lse", lambda device_index: torch.empty(0, 0, 0))
     # As strict as the one for CUDA: sizes and strides are tuples.
     monkeypatch.setattr(launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    # Builds of torch without CUDA have neither of these two.
+    # Builds of torch without CUDA have none of these three.
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     use_stream(monkeypatch, 1)
     launch.forward_launch.cache_clear()
@@ -176,6 +177,25 @@ def test_a_launch_is_for_one_shape_and_layout(launched):
 def test_results_are_fresh_in_every_call(launched):
     results = [x for _ in range(3) for x in call()[3:]]
     assert len({x.data_ptr() for x in results}) == 6, "out and lse of each call"
+
+
+def test_no_memory_for_an_lse_that_nobody_needs(launched):
+    q, k, v = aligned(2, 5, 4, 64), aligned(2, 7, 2, 64), aligned(2, 7, 2, 40)
+    shapes, strides = tuple(x.shape for x in (q, k, v)), tuple(x.stride() for x in (q, k, v))
+    launch_one = launch.forward_launch(-1, q.dtype, CAUSAL, shapes, strides)
+    for needs_lse, lse_shape in ((True, (2, 4, 5)), (False, (0, 0, 0)), (True, (2, 4, 5))):
+        out, lse = launch_one(q, k, v, 0.3, needs_lse)
+        _, *_, out_given, lse_given, _, _, _ = launched[-1]
+        assert out_given is out and out.shape == (2, 5, 4, 40), "out is the same in both"
+        assert lse_given is lse and lse.shape == lse_shape, f"needs_lse {needs_lse}"
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+def test_nothing_is_an_empty_tensor_like_another(is_current, launched, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1 if is_current else 0)
+    x = torch.zeros(3, 4, dtype=torch.float16)
+    found = launch.nothing(x)
+    assert (found.shape, found.stride(), found.dtype, found.device) == ((0,), (1,), x.dtype, x.device)
 
 
 def test_strides_of_results_are_those_of_torch(launched):
@@ -253,7 +273,7 @@ def test_launches_of_one_stream_share_a_counter(launched, monkeypatch):
 
 def test_every_launch_of_a_graph_has_a_counter(launched, monkeypatch):
     call()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
     call(), call()
     assert len({arguments[6].data_ptr() for arguments in launched}) == 3, "three launches, three counters"
 

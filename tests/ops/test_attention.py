@@ -170,6 +170,7 @@ def test_cuda_tensors_reach_the_launch(monkeypatch):
     q, k, v = (torch.randn(shape) for shape in DENSE)
     given, out, lse = [], torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5)
     monkeypatch.setattr(attention.launch, "forward", lambda *arguments: given.append(arguments) or (out, lse))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)  # CPU tensors are on -1
     found = attention._forward_cuda(q, k, v, *PLAIN._replace(window_right=0))
     assert given == [(q, k, v, 0.4, (None, 0, 0))], "tensors, scale and mask"
     assert found[0] is out and found[1] is lse and found[2].shape == (0,), "what the launch gave"

@@ -67,7 +67,7 @@ def test_fp32_is_checked_in_every_call(fresh):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
             out = cute_fa.flash_attn_func(q, k, v)
         assert out.dtype == (torch.bfloat16 if is_on else torch.float32), f"autocast: {is_on}"
-    assert [key[6] for key in fresh] == [torch.bfloat16], "the one call that is known"
+    assert [key[3] for key in fresh] == [torch.bfloat16], "the one call that is known"
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def launches(fresh, monkeypatch):
     noted = []
 
     def forward_launch(device_index, dtype, mask, shapes, strides):
-        def launched(q, k, v, scale):
-            noted.append((q, (dtype, mask, shapes, strides), scale))
+        def launched(q, k, v, scale, needs_lse=True):
+            noted.append((q, (dtype, mask, shapes, strides), scale, needs_lse))
             out = torch.zeros(*shapes[0][:3], shapes[2][3], dtype=dtype)
             return out, torch.zeros(shapes[0][0], shapes[0][2], shapes[0][1])
 
@@ -104,12 +104,20 @@ def test_an_eager_call_is_launched_without_the_operator(launches):
     assert len(launches) == 3, "with autograd or without"
 
 
+def test_lse_is_computed_where_it_is_asked_for(launches):
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for shape in DENSE)
+    for options in ({}, {"return_lse": True}, {"return_attn_probs": True}):
+        cute_fa.flash_attn_func(q, k, v, **options)
+    cute_fa.flash_attn_func(q.requires_grad_(), k, v)
+    assert [needs_lse for *_, needs_lse in launches] == [False, True, True, True], "for the caller or for the backward"
+
+
 @pytest.fixture
 def computed(fresh, monkeypatch):
     """As `launches`, with a launch that computes."""
 
     def launch_of(q, k, v, call):
-        def launched(q, k, v, scale):
+        def launched(q, k, v, scale, needs_lse=True):
             assert scale == call.softmax_scale, "the scale of the known call"
             return reference_dense.forward(q, k, v, call.scores, call.score_tensors)[:2]
 
@@ -186,7 +194,7 @@ def test_what_is_launched_is_for_this_call(launches):
     for _ in range(2):
         for x, options in calls:
             cute_fa.flash_attn_func(x, k, v, **options)
-            given, (dtype, mask, shapes, strides), scale = launches[-1]
+            given, (dtype, mask, shapes, strides), scale, _ = launches[-1]
             assert given is x and (shapes[0], strides[0]) == (x.shape, x.stride()), "this tensor's sizes and strides"
             assert mask == (None, 0 if "causal" in options else None, 0), "the mask of this call"
             assert scale == options.get("softmax_scale", 8**-0.5), "the scale of this call"

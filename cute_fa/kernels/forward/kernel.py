@@ -72,7 +72,8 @@ class ForwardKernel:
             rows(batch, seqlen_k, heads_kv, head_dim),
             rows(batch, seqlen_k, heads_kv, head_dim_v),
             rows(batch, seqlen_q, heads_q, head_dim_v),
-            make_fake_tensor(Float32, (batch, heads_q, seqlen_q), stride=(stride(), stride(), 1), assumed_align=4),
+            # Sizes of its own, because it may be empty.
+            make_fake_tensor(Float32, (size(), size(), size()), stride=(stride(), stride(), 1), assumed_align=4),
             make_fake_tensor(Int32, (2,), stride=(1,), assumed_align=8),
             Float32(1.0),
             Int32(1),
@@ -92,8 +93,9 @@ class ForwardKernel:
         num_sms: Int32,
         stream: cuda.CUstream,
     ):
-        """q, out: (batch, seqlen_q, heads_q, dim). k, v: (batch, seqlen_k, heads_kv, dim). lse: (batch, heads_q, seqlen_q).
-        counter: two zeros, zero again when the launch is over; no other launch may use it meanwhile."""
+        """q, out: (batch, seqlen_q, heads_q, dim). k, v: (batch, seqlen_k, heads_kv, dim). lse: (batch, heads_q, seqlen_q),
+        or empty where nobody asks for it. counter: two zeros, zero again when the launch is over; no other launch may use
+        it meanwhile."""
         tile, num_warpgroups = self.plan.tile, self.plan.tile.num_consumer_warpgroups
         mQ, mK, mO = (view.rows_first(x) for x in (q, k, out))
         mVt = view.reordered(v, (3, 1, 2, 0))
