@@ -41,8 +41,7 @@ def test_layouts(layout, causal):
     out = attention(*laid, causal=causal)
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     assert torch.equal(out, expected), "bitwise equal"
-    # out, lse, and the empty probabilities, which take none.
-    assert allocations == 2 + 3 * (layout in COPIED), "copies"
+    assert allocations == 1 + 3 * (layout in COPIED), "out and copies"
 
 
 def test_known_calls_in_turns():
@@ -238,6 +237,27 @@ def test_compiled_call_with_dynamic_lengths():
         inputs = qkv(seqlen=seqlen)
         found, expected = compiled(*inputs), attention(*inputs, causal=True, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected)), "bitwise equal"
+
+
+def test_compiled_calls_in_cuda_graphs():
+    """torch keeps count of what lies in the memory of its graphs; the first launch on their stream adds nothing to it."""
+
+    def chain(q, k, v):
+        for _ in range(3):
+            q = attention(q, k, v, causal=True)
+        return q
+
+    compiled = torch.compile(chain, fullgraph=True, mode="reduce-overhead")
+    for _ in range(5):  # warmed up, recorded, replayed
+        inputs = qkv(seqlen=200)
+        with torch.no_grad():
+            found, wanted = compiled(*inputs).clone(), chain(*inputs)
+        assert torch.equal(found, wanted), "without gradients"
+        leaves = [x.requires_grad_() for x in inputs]
+        dout = torch.randn_like(wanted)
+        torch.compiler.cudagraph_mark_step_begin()
+        found, wanted = (torch.autograd.grad(function(*leaves), leaves, dout) for function in (compiled, chain))
+        assert all(map(torch.allclose, found, wanted, [1e-2] * 3, [1e-2] * 3)), "gradients"
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -308,7 +308,7 @@ def test_opcheck(causal):
     """Schemas, fakes, autograd's registration, and the traced backward with static and dynamic sizes."""
     leaves, dout = qkv(batch=1, seqlen=100, heads=2)
     call = Call(*(None,) * 8, 0, 0, 0.125, None, 0 if causal else None, 0, 0.0, 0.0, True, False)
-    torch.library.opcheck(torch.ops.cute_fa.attention_forward, (*leaves, *call))
+    torch.library.opcheck(torch.ops.cute_fa.attention, (*leaves, *call))
     q, k, v = (x.detach() for x in leaves)
     out, lse, _ = torch.ops.cute_fa.attention_forward(q, k, v, *call)
     for needs, dlse in (((True, True, True), torch.randn_like(lse)), ((True, False, True), None)):

@@ -1,6 +1,7 @@
 """Launch: one call of attention on a Hopper GPU, from checked tensors to kernels in flight on torch's current stream."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -19,6 +20,8 @@ TMA_ALIGNMENT_BYTES = 16  # of addresses and strides; PTX ISA, "tensor maps"
 # One pair of zeros for each stream of each device. Launches on one stream follow each other and leave zeros behind, so
 # they share it; launches on different streams may run together and must not. Streams are told apart by their handles, so
 # a handle must name one stream: an external stream is not destroyed with a launch in flight, nor is it the per-thread one.
+# A new pair comes from a thread of its own: a pool of memory, such as that of torch.compile's CUDA graphs, takes whatever
+# the thread that entered it allocates, and would take the pair back.
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -181,7 +184,8 @@ def _counter(device_index: int) -> torch.Tensor:
     key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = _zeros(device_index)
+        with ThreadPoolExecutor(1) as other_thread:
+            counter = _counters[key] = other_thread.submit(_synchronized_zeros, device_index).result()
     return counter
 
 
@@ -198,3 +202,10 @@ def nothing(x) -> torch.Tensor:
 
 def _zeros(device_index: int) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=torch.device("cuda", device_index))
+
+
+def _synchronized_zeros(device_index: int) -> torch.Tensor:
+    """Zeros that are there for all streams when this returns."""
+    zeros = _zeros(device_index)
+    torch.cuda.current_stream(device_index).synchronize()
+    return zeros

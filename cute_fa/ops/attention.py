@@ -1,7 +1,9 @@
-"""The operators `cute_fa::attention_forward` and `cute_fa::attention_backward`: dense and packed calls, with autograd.
+"""The operators of dense and packed calls: `cute_fa::attention`, made of `attention_forward` and `attention_backward`.
 
 `dense` and `varlen` are what `api` calls: cast under autocast, validate, check support, draw the dropout state, run the
-operator. The operators take one flat list of arguments, `Call`, because a torch schema knows no groups.
+operator. `attention` has the gradients; torch sees through it, so a compiled graph holds the other two, which run below
+autograd and cost the less on the host. Operators take one flat list of arguments, `Call`, because a torch schema knows no
+groups.
 """
 
 import dataclasses
@@ -9,7 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple, Optional, get_type_hints
 
 import torch
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from cute_fa.core.call import AttentionOptions, PackedSequences
 from cute_fa.core.errors import NotSupportedError, expected
@@ -17,7 +21,7 @@ from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import launch, support, validate
 from cute_fa.ops.eager import are_plain, is_eager, key_of
-from cute_fa.ops.library import autocast, define
+from cute_fa.ops.library import autocast, define, define_composite
 from cute_fa.reference import dense as reference_dense
 from cute_fa.reference import varlen as reference_varlen
 from cute_fa.reference.dense import ScoreTensors
@@ -72,9 +76,7 @@ class Call(NamedTuple):
 
 _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
 
-# What the backward gives, each where it is needed, and the places of what these belong to among the forward's arguments.
-_GRADIENTS = ("dq", "dk", "dv", "dsink")
-_GRADIENT_OF = (0, 1, 2, 3 + Call._fields.index("learnable_sink"))
+_GRADIENTS = ("dq", "dk", "dv", "dsink")  # what the backward gives, each where it is needed
 _needs = [(f"needs_{name}", bool) for name in _GRADIENTS]
 BackwardCall = NamedTuple("BackwardCall", [*_needs, *get_type_hints(Call).items()])
 
@@ -108,10 +110,10 @@ def dense(q, k, v, options: tuple):
         known = _checked(q, k, v, options)
     call, options, launch_known = known
     if launch_known is None:
-        return _asked_for(*torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
-    # Without the operator, which nothing would look at: it takes longer on the host than the launch, most of it in autograd.
+        return _asked_for(*_run(q, k, v, call), options)
+    # Without the operators, at which nothing would look: they take longer on the host than the launch.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _EagerAttention.apply(q, k, v, known)
+        out, lse = _apply_unobserved(q, k, v, None, call, launch_known)
     else:
         out, lse = launch_known(q, k, v, call.softmax_scale, options.return_lse or options.return_attn_probs)
     return _asked_for(out, lse, q.new_empty(0) if options.return_attn_probs else None, options)
@@ -148,7 +150,7 @@ def varlen(q, k, v, sequences: PackedSequences, options: AttentionOptions):
         validate.varlen_values(q, k, sequences)
     lengths = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}  # ints, where tensors were given
     call = _call(q, k, v, problem, options, dataclasses.replace(sequences, **lengths))
-    return _asked_for(*torch.ops.cute_fa.attention_forward.default(q, k, v, *call), options)
+    return _asked_for(*_run(q, k, v, call), options)
 
 
 def _call(q, k, v, problem: AttentionProblem, options: AttentionOptions, sequences: PackedSequences) -> Call:
@@ -271,58 +273,85 @@ def _without_none(q, grads) -> tuple:
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, *flat = inputs
-    out, lse, probs = output
-    ctx.mark_non_differentiable(probs)
-    ctx.set_materialize_grads(False)  # an lse outside the loss gives no dlse, and a kernel then skips that term
-    ctx.save_for_backward(q, k, v, out, lse, *flat[:_NUM_CALL_TENSORS])
-    ctx.scalars = flat[_NUM_CALL_TENSORS:]
+class _Attention(torch.autograd.Function):
+    """Gives a call its gradients. learnable_sink: that of the call, out of it, because an argument alone may have one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, learnable_sink, call: Call, launch_known: Optional[Callable]):
+        if launch_known is None:
+            return torch.ops.cute_fa.attention_forward.default(q, k, v, *_with_sink(call, learnable_sink))
+        return launch_known(q, k, v, call.softmax_scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, learnable_sink, call, _ = inputs
+        call = _with_sink(call, learnable_sink)
+        out, lse, *probs = output
+        ctx.mark_non_differentiable(*probs)
+        ctx.set_materialize_grads(False)  # an lse outside the loss gives no dlse, and a kernel then skips that term
+        ctx.save_for_backward(q, k, v, out, lse, *call[:_NUM_CALL_TENSORS])
+        ctx.scalars = call[_NUM_CALL_TENSORS:]
+
+    @staticmethod
+    def backward(ctx, dout, dlse, *_dprobs):
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[: len(_GRADIENTS)]
+        grads = _gradients(dout, dlse, (q, k, v, out, lse), needs, Call(*tensors, *ctx.scalars))
+        return *(grad if is_needed else None for grad, is_needed in zip(grads, needs)), None, None
 
 
-def _autograd_backward(ctx, dout, dlse, _dprobs):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[index] for index in _GRADIENT_OF]
-    grads = _gradients(dout, dlse, (q, k, v, out, lse), needs, Call(*tensors, *ctx.scalars))
-    by_input = dict(zip(_GRADIENT_OF, grads))
-    return tuple(by_input.get(index) for index in range(3 + len(Call._fields)))
+def _with_sink(call: Call, learnable_sink: Optional[Tensor]) -> Call:
+    return call if learnable_sink is None else call._replace(learnable_sink=learnable_sink)
 
 
-def _gradients(dout, dlse, saved, needs, call: Call) -> list:
-    """A gradient for each in `needs`, None where it is False. saved: q, k, v, out, lse."""
+# `_Attention.apply` without what it does for torch.func, which takes several times as long as the rest.
+_apply_unobserved = super(torch.autograd.Function, _Attention).apply
+
+
+def _gradients(dout, dlse, saved, needs, call: Call) -> tuple:
+    """A gradient for each in `needs`; anything where it is False. saved: q, k, v, out, lse."""
     q, k, v, out, _ = saved
     if dout is None:
         dout = torch.zeros_like(out)
     if q.is_cuda and not torch.is_grad_enabled() and is_eager(q, k, v, dout):
-        # As in `dense`, without the operator, which is there for who looks on and to refuse a second derivative.
-        grads = _launch_backward(dout, dlse, *saved, needs, call)
-    else:
-        grads = torch.ops.cute_fa.attention_backward.default(dout, dlse, *saved, *needs, *call)
-    return [grad if is_needed else None for grad, is_needed in zip(grads, needs)]
+        return _launch_backward(dout, dlse, *saved, needs, call)  # as in `dense`
+    return _Gradients.apply(dout, dlse, *saved, needs, call)
 
 
-class _EagerAttention(torch.autograd.Function):
-    """A known dense call whose gradients are asked for; the same as the operator, whose autograd is written in Python."""
+class _Gradients(torch.autograd.Function):
+    """The backward operator, without derivatives of its own."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, known: Known):
-        out, lse = known.launch(q, k, v, known.call.softmax_scale)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = known.call
-        return out, lse
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        needs = [*ctx.needs_input_grad[:3], False]  # no sink
-        return tuple(_gradients(dout, dlse, ctx.saved_tensors, needs, ctx.call))
+    def forward(dout, dlse, q, k, v, out, lse, needs, call: Call):
+        return torch.ops.cute_fa.attention_backward.default(dout, dlse, q, k, v, out, lse, *needs, *call)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_grads):
+        advice = "Differentiate plain torch attention twice instead, such as scaled_dot_product_attention with its math backend"
+        raise NotSupportedError(expected("create_graph", "a first derivative", "the derivative of a gradient", advice))
 
 
-def _refuse_double_backward(ctx, *_grads):
-    advice = "Differentiate plain torch attention twice instead, such as scaled_dot_product_attention with its math backend"
-    raise NotSupportedError(expected("create_graph", "a first derivative", "the derivative of a gradient", advice))
+def _run(q, k, v, call: Call):
+    """out, lse and probs through operators. torch.func differentiates an autograd function, but not inside of an operator."""
+    if maybe_current_level() is not None and not is_compiling():
+        return _differentiable(q, k, v, *call)
+    return torch.ops.cute_fa.attention.default(q, k, v, *call)
 
 
+def _differentiable(q, k, v, *flat):
+    call = Call(*flat)
+    return _Attention.apply(q, k, v, call.learnable_sink, call._replace(learnable_sink=None), None)
+
+
+define_composite("attention", ("q", "k", "v"), Call, returns=3, function=_differentiable)
 define(
     "attention_forward",
     ("q", "k", "v"),
@@ -331,8 +360,6 @@ define(
     cpu=_forward_cpu,
     cuda=_forward_cuda,
     fake=_forward_fake,
-    backward=_autograd_backward,
-    setup_context=_setup_context,
 )
 define(
     "attention_backward",
@@ -342,6 +369,4 @@ define(
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     fake=_backward_fake,
-    backward=_refuse_double_backward,
-    setup_context=lambda ctx, inputs, output: None,
 )

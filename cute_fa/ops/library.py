@@ -1,4 +1,4 @@
-"""How an operator of this package is defined: schema from a NamedTuple, CPU and fake implementations, autograd."""
+"""How an operator of this package is defined: schema from a NamedTuple, and implementations or what it is made of."""
 
 from functools import wraps
 from typing import Optional, get_type_hints
@@ -27,16 +27,25 @@ def schema_of(tensors, arguments: type, returns: int) -> str:
     return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
 
 
-def define(name, tensors, arguments, returns, cpu, fake, cuda=None, backward=None, setup_context=None) -> None:
-    """Registers `cute_fa::name`: schema, implementations on CPU and CUDA tensors, fake, and autograd where `backward` is given."""
+# Keeps registrations alive.
+_library = torch.library.Library("cute_fa", "FRAGMENT")
+
+
+def define(name, tensors, arguments, returns, cpu, fake, cuda=None) -> None:
+    """Registers `cute_fa::name`, which has no derivative: schema, implementations on CPU and CUDA tensors, fake."""
     qualified = f"cute_fa::{name}"
     torch.library.define(qualified, schema_of(tensors, arguments, returns))
     torch.library.impl(qualified, "cpu", _without_autocast(cpu))
     if cuda is not None:
         torch.library.impl(qualified, "cuda", cuda)
     torch.library.register_fake(qualified, fake)
-    if backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+
+
+def define_composite(name, tensors, arguments, returns, function) -> None:
+    """Registers `cute_fa::name`, made of other operators: with their derivatives and fakes, and in compiled graphs they
+    stand in its place."""
+    _library.define(f"{name}{schema_of(tensors, arguments, returns)}")
+    _library.impl(name, function, "CompositeImplicitAutograd")
 
 
 def _without_autocast(function):

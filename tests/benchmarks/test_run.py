@@ -50,14 +50,14 @@ def raising(error):
 @pytest.mark.parametrize(
     "ms, num_calls",
     [
-        pytest.param(0.01, 2250, id="ten-microseconds"),
-        pytest.param(0.09, 250, id="ninety-microseconds"),
-        pytest.param(4.5, 5, id="milliseconds"),
+        pytest.param(0.01, 4500, id="ten-microseconds"),
+        pytest.param(0.09, 500, id="ninety-microseconds"),
+        pytest.param(9.0, 5, id="milliseconds"),
         pytest.param(60.0, 1, id="longer-than-a-slice"),
     ],
 )
 def test_calls_fill_a_slice(ms, num_calls):
-    assert subject.calls_of_a_slice("run", Clock({"run": ms}).time) == num_calls, "22.5 ms a slice"
+    assert subject.calls_of_a_slice("run", Clock({"run": ms}).time) == num_calls, "45 ms a slice"
 
 
 def test_estimate_looks_past_the_launch_of_a_few_calls():
@@ -65,16 +65,16 @@ def test_estimate_looks_past_the_launch_of_a_few_calls():
         return Slice(1.0 + 0.01 * num_calls, None)  # one millisecond until the first call begins
 
     found = subject.calls_of_a_slice("run", time)
-    assert 1500 <= found <= 2250, f"2250 calls of 10 us without the launch; from one call it would be 22, got {found}"
+    assert 3600 <= found <= 4500, f"4500 calls of 10 us without the launch; from one call it would be 45, got {found}"
 
 
 def test_contestants_take_turns():
-    clock = Clock({"a": 4.5, "b": 9.0, "c": 22.5})
+    clock = Clock({"a": 9.0, "b": 18.0, "c": 45.0})
     timings, failures = subject.take_turns({name: name for name in "abc"}, clock.time, 5)
     turns = clock.slices[-15:]
     assert [name for name, _ in turns] == list("abc" "acb" "cab" "cba" "bca"), "another one begins, and neighbours change"
     assert {name: count for name, count in turns} == {"a": 5, "b": 2, "c": 1}, "slices of like length"
-    assert {name: found.p50 for name, found in timings.items()} == {"a": 4.5, "b": 9.0, "c": 22.5}, (
+    assert {name: found.p50 for name, found in timings.items()} == {"a": 9.0, "b": 18.0, "c": 45.0}, (
         "milliseconds a call"
     )
     assert not failures, "nobody dropped out"
@@ -90,10 +90,10 @@ def test_statistics_over_rounds():
 
 def test_one_that_fails_while_timed_drops_out():
     def costs():
-        yield from (22.5, 22.5)
+        yield from (45.0, 45.0)
         raise RuntimeError("launch failed\nin two lines")
 
-    clock = Clock({"good": 22.5, "bad": costs()})
+    clock = Clock({"good": 45.0, "bad": costs()})
     timings, failures = subject.take_turns({"bad": "bad", "good": "good"}, clock.time, 5)
     assert failures == {"bad": "RuntimeError: launch failed in two lines"}, "on one line"
     assert list(timings) == ["good"], "the other one is measured"

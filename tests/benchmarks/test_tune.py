@@ -65,8 +65,8 @@ def measure(fake, present=PLANS[0], plans=PLANS):
 
 
 def test_a_brief_round_then_full_rounds():
-    """Twelve plans of 4.5 ms, of 9 ms and so on, the present choice among the slowest."""
-    fake = Fake({name: 4.5 * (idx + 1) for idx, name in enumerate(NAMES)})
+    """Twelve plans of 9 ms, of 18 ms and so on, the present choice among the slowest."""
+    fake = Fake({name: 9.0 * (idx + 1) for idx, name in enumerate(NAMES)})
     outcome = measure(fake, present=PLANS[10])
     trial, full = fake.slices[:24], fake.slices[24:]
     ordered = [NAMES[10], *NAMES[:10], NAMES[11]]
@@ -75,7 +75,7 @@ def test_a_brief_round_then_full_rounds():
     for name in outcome.timings:
         assert sum(timed == name for timed, _ in full) == 1 + 5, f"an estimate and five rounds of {name}"
     assert {name: found.p50 for name, found in outcome.timings.items()} == pytest.approx(
-        {name: 4.5 * (NAMES.index(name) + 1) for name in outcome.timings}
+        {name: 9.0 * (NAMES.index(name) + 1) for name in outcome.timings}
     ), "milliseconds a call"
     assert outcome.present == NAMES[10] and not outcome.failures, "nobody failed"
 

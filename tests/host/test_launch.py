@@ -1,6 +1,7 @@
 """The launch of a call, up to its kernels: what TMA reads as it lies, what is copied, plans and workspace."""
 
 from functools import partial
+from threading import get_ident
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "sm_count", lambda device_index: 78)
     monkeypatch.setattr(launch, "_counters", {})
     monkeypatch.setattr(launch, "_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(launch, "_synchronized_zeros", lambda device_index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(launch, "_empty_lse", lambda device_index: torch.empty(0, 0, 0))
     # As strict as the one for CUDA: sizes and strides are tuples.
     monkeypatch.setattr(launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
@@ -269,6 +271,14 @@ def test_launches_of_one_stream_share_a_counter(launched, monkeypatch):
     first, second, other = (arguments[6] for arguments in launched)
     assert second is first, "launches of a stream follow each other"
     assert other.data_ptr() != first.data_ptr(), "those of another stream may run beside them"
+
+
+def test_a_counter_that_stays_is_of_another_thread(launched, monkeypatch):
+    """Else it could be of a pool that the caller's thread allocates from, and be taken back with that."""
+    threads, make = [], launch._synchronized_zeros
+    monkeypatch.setattr(launch, "_synchronized_zeros", lambda index: threads.append(get_ident()) or make(index))
+    call(), call()
+    assert len(threads) == 1 and threads[0] != get_ident()
 
 
 def test_every_launch_of_a_graph_has_a_counter(launched, monkeypatch):

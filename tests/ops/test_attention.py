@@ -16,6 +16,7 @@ from cute_fa.ops import attention
 from cute_fa.ops.attention import BackwardCall, Call
 from cute_fa.testing.plain import plain_attention
 
+ATTENTION = torch.ops.cute_fa.attention.default  # with gradients; made of the other two
 FORWARD = torch.ops.cute_fa.attention_forward.default
 BACKWARD = torch.ops.cute_fa.attention_backward.default
 
@@ -108,7 +109,8 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("shapes, changes", CALLS.values(), ids=CALLS)
 def test_opcheck_forward(shapes, changes, dtype):
     """Schema, autograd registration, fake against real, and the traced backward with static and dynamic sizes."""
-    torch.library.opcheck(FORWARD, arguments(shapes, changes, dtype))
+    torch.library.opcheck(ATTENTION, arguments(shapes, changes, dtype))
+    torch.library.opcheck(FORWARD, arguments(shapes, changes, dtype, requires_grad=False))
 
 
 @pytest.mark.parametrize("has_dlse", [False, True], ids=["no-dlse", "dlse"])
@@ -215,9 +217,9 @@ def test_unused_results_cost_no_gradient(which):
     """A loss of one of the two equals a loss of both with the other's weight 0."""
     inputs = arguments(DENSE, {}, torch.float64)
     weights = {"out": (1.0, 0.0), "lse": (0.0, 1.0), "both": (1.0, 1.0)}[which]
-    found = FORWARD(*inputs)[:2]
+    found = ATTENTION(*inputs)[:2]
     parts = [x.square().sum() for x, weight in zip(found, weights) if weight]
-    whole = sum(x.square().sum() * weight for x, weight in zip(FORWARD(*inputs)[:2], weights))
+    whole = sum(x.square().sum() * weight for x, weight in zip(ATTENTION(*inputs)[:2], weights))
     grads, wanted = (torch.autograd.grad(loss, inputs[:3], allow_unused=True) for loss in (sum(parts), whole))
     for ours, other in zip(grads, wanted):
         torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
@@ -256,17 +258,37 @@ def test_gradients_of_shared_pages_add_up():
 
 
 def test_probabilities_have_no_gradient():
-    *_, probs = FORWARD(*arguments(DENSE, EVERY_SCORE, torch.float64))
+    *_, probs = ATTENTION(*arguments(DENSE, EVERY_SCORE, torch.float64))
     assert not probs.requires_grad, "marked non-differentiable"
 
 
 def test_double_backward_is_refused():
     inputs = arguments(DENSE, {}, torch.float64)
-    out, lse, _ = FORWARD(*inputs)
+    out, lse, _ = ATTENTION(*inputs)
     for x in (out, lse):
         [dq] = torch.autograd.grad(x.square().sum(), inputs[0], create_graph=True)
         with pytest.raises(NotSupportedError, match="^create_graph: expected a first derivative, got the derivative"):
             torch.autograd.grad(dq.sum(), inputs[0])
+
+
+def test_function_transforms():
+    """torch.func's gradients, and those of a batch of queries one by one, are autograd's."""
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in DENSE)
+    sink = torch.randn(4, dtype=torch.float64)
+
+    def loss(q, k, v, sink):
+        return cute_fa.flash_attn_func(q, k, v, causal=True, learnable_sink=sink).square().sum()
+
+    def gradients(*inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(loss(*inputs), inputs)
+
+    every = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    for ours, wanted in zip(every(q, k, v, sink), gradients(q, k, v, sink), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    of_two = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None, None, None))(torch.stack((q, -q)), k, v, sink)
+    for ours, queries in zip(of_two, (q, -q)):
+        torch.testing.assert_close(ours, gradients(queries, k, v, sink)[0])
 
 
 def leaves(batch, seqlen_q, seqlen_k):
@@ -302,6 +324,8 @@ def test_compiled_dense_call_with_dynamic_lengths(frozen):
         found, wanted = (gradients(call, inputs) for call in (compiled, dense_call))
         assert len(found) == 5 - len(frozen) and all(map(torch.equal, found, wanted)), f"{seqlen_q} queries, {seqlen_k} keys"
     assert len(graphs) == 2, "a forward and a backward"
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert FORWARD in targets and ATTENTION not in targets, "what runs has no autograd to go through"
     [node] = [node for graph in graphs for node in graph.graph.nodes if node.target is BACKWARD]
     assert node.args[7:11] == (*(name not in frozen for name in "qkv"), False), "asked for in the graph"
 
@@ -358,7 +382,7 @@ def test_export():
     block, seqlen = Block().eval(), torch.export.Dim("seqlen", min=2, max=64)
     exported = torch.export.export(block, (torch.randn(2, 10, 16),), dynamic_shapes={"x": {1: seqlen}})
     targets = [str(node.target) for node in exported.graph.nodes]
-    assert "cute_fa.attention_forward.default" in targets, "the operator is one node"
+    assert "cute_fa.attention.default" in targets, "the operator is one node"
     x = torch.randn(2, 33, 16)
     found, wanted = exported.module()(x), block(x)
     assert torch.equal(found, wanted), "exported and eager differ"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from cute_fa.ops.library import autocast, define, schema_of
+from cute_fa.ops.library import autocast, define, define_composite, schema_of
 
 
 class EveryKind(NamedTuple):
@@ -46,35 +46,31 @@ class Factor(NamedTuple):
     factor: float
 
 
-def test_a_defined_operator_runs_fakes_and_differentiates():
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return torch.ops.cute_fa.times_for_test(x, factor)
+
+    @staticmethod
     def backward(ctx, dout):
         return dout * ctx.factor, None
 
-    def setup_context(ctx, inputs, output):
-        ctx.factor = inputs[1]
 
-    define(
-        "times_for_test",
-        ("x",),
-        Factor,
-        returns=1,
-        cpu=lambda x, factor: x * factor,
-        fake=lambda x, factor: torch.empty_like(x),
-        backward=backward,
-        setup_context=setup_context,
-    )
+def test_a_defined_operator_runs_and_fakes_and_a_composite_differentiates():
+    fake = torch.empty_like
+    define("times_for_test", ("x",), Factor, 1, cpu=lambda x, factor: x * factor, fake=lambda x, factor: fake(x))
+    define_composite("composite_for_test", ("x",), Factor, 1, function=Times.apply)
     x = torch.randn(3, 4, requires_grad=True)
-    out = torch.ops.cute_fa.times_for_test(x, 3.0)
-    assert torch.equal(out, x * 3), "the CPU implementation"
-    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full_like(x, 3)), "the registered backward"
-    assert torch.ops.cute_fa.times_for_test(x.to("meta"), 3.0).shape == x.shape, "the fake"
-    torch.library.opcheck(torch.ops.cute_fa.times_for_test.default, (x, 3.0))
-
-
-def test_an_operator_without_backward_has_none():
-    define("copy_for_test", ("x",), Factor, 1, cpu=lambda x, f: x.clone(), fake=lambda x, f: torch.empty_like(x))
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert not has_kernel("cute_fa::copy_for_test", "Autograd"), "no backward was given"
+    with torch.no_grad():
+        assert torch.equal(torch.ops.cute_fa.times_for_test(x, 3.0), x * 3), "the CPU implementation"
+    out = torch.ops.cute_fa.composite_for_test(x, 3.0)
+    assert torch.equal(out, x * 3), "what it is made of"
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full_like(x, 3)), "with its derivative"
+    for operator in (torch.ops.cute_fa.times_for_test, torch.ops.cute_fa.composite_for_test):
+        assert operator(x.detach().to("meta"), 3.0).shape == x.shape, "the fake"
+    torch.library.opcheck(torch.ops.cute_fa.times_for_test.default, (x.detach(), 3.0))
+    torch.library.opcheck(torch.ops.cute_fa.composite_for_test.default, (x, 3.0))
 
 
 def test_an_operator_runs_on_cuda_tensors_where_it_has_an_implementation():
