@@ -62,7 +62,7 @@ MAX_DIFFERENCE = 1e-2
 # Medians this near are one speed: then a plan that serves already stays, so that noise makes no rows.
 NEAR = 5e-3
 
-COLUMN_WIDTHS = 3, 3, 6, 6, 3, 4, 1, 2, 6, 5, 5  # of the table of winners, all but the last
+COLUMN_WIDTHS = 3, 3, 6, 6, 3, 4, 1, 2, 6, 5  # of the table of winners, all but the last
 
 Setup = Callable[[ForwardPlan, Inputs], Run]
 
@@ -324,7 +324,7 @@ def row_of(plan: ForwardPlan, max_seqlen: int | None, run: str) -> ForwardWinner
     t = plan.tile
     where = t.head_dim, t.head_dim_v, plan.is_causal, max_seqlen
     stages = t.num_q_stages, t.num_kv_stages, t.has_o_staging
-    what = t.num_consumer_warpgroups, t.tile_n, *stages, plan.has_turns, plan.heads_per_section
+    what = t.num_consumer_warpgroups, t.tile_n, *stages, plan.has_turns
     return ForwardWinner(*where, *what, run)
 
 

@@ -2,7 +2,6 @@
 those among which the fastest is sought (`python -m benchmarks.tune`)."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from cute_fa.core.dtypes import BFLOAT16, FLOAT16, KERNEL_DTYPES
@@ -14,7 +13,6 @@ from cute_fa.tuning.plan import (
     Plan,
     PostprocessPlan,
     PreprocessPlan,
-    usual_heads_per_section,
 )
 from cute_fa.tuning.winners import FORWARD_WINNERS
 
@@ -24,7 +22,6 @@ VARIANT_DIMS = 64, 128, 256
 
 # Keys a block: 192 leave a head_dim_v of 128 just the registers that it needs.
 TILE_NS = range(64, 193, 16)
-HEADS_PER_SECTION = 8, 16, 32, 64
 
 
 def checked_plans() -> tuple[Plan, ...]:
@@ -54,16 +51,11 @@ def forward_candidates(dtype: str, head_dim: int, head_dim_v: int, is_causal: bo
     """Plans of one pair of compiled tiles, each once: today's first, then all that fit and may be faster.
 
     Room in shared memory is used: no candidate has less of stages and staging than another one of its blocks and turns.
-    Heads side by side differ from the usual only round today's plans, because they matter less than blocks: enter a new
-    winner in the table, and a second run varies them round that one.
     """
-    today = list(_todays_plans(dtype, head_dim, head_dim_v, is_causal))
-    sections = HEADS_PER_SECTION if is_causal else ()
-    plans = [*today, *(replace(plan, heads_per_section=heads) for plan, heads in product(today, sections))]
-    usual_heads = usual_heads_per_section(is_causal)
+    plans = list(_todays_plans(dtype, head_dim, head_dim_v, is_causal))
     for num_warpgroups, tile_n, has_turns in product(REGISTER_SPLITS, TILE_NS, (True, False)):
         for tile in _tiles_without_waste(head_dim, head_dim_v, num_warpgroups, tile_n):
-            plans.append(ForwardPlan(dtype, tile, is_causal, has_turns, usual_heads))
+            plans.append(ForwardPlan(dtype, tile, is_causal, has_turns))
     return tuple(dict.fromkeys(plans))
 
 

@@ -13,7 +13,6 @@ from cute_fa.tuning.plan import (
     PostprocessPlan,
     PreprocessPlan,
     usual_forward_tile,
-    usual_heads_per_section,
 )
 from cute_fa.tuning.winners import FORWARD_WINNERS, ForwardWinner
 
@@ -57,7 +56,6 @@ def build_forward_plan(dtype: str, head_dim: int, head_dim_v: int, is_causal: bo
         is_causal=is_causal,
         # PERF: at 256, where products take longer than softmax, turns cost 0 to 3% (H200, 2026-11-30, 20261130T124523Z-tune).
         has_turns=head_dim_v < 256,
-        heads_per_section=usual_heads_per_section(is_causal),
     )
 
 

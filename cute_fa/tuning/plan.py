@@ -23,25 +23,17 @@ def usual_forward_tile(head_dim: int, head_dim_v: int, num_warpgroups: int, tile
     return roomy if roomy.fits else ForwardTile(*sizes, num_q_stages=1, has_o_staging=False)
 
 
-def usual_heads_per_section(is_causal: bool) -> int:
-    # PERF: causal, 8 heads take up to 12% longer than 32, 16 up to 7%, 64 from 1% less to 3% more (H200, 2026-11-30, runs
-    # 20261130T124448Z-tune, 20261130T124505Z-tune and 20261130T124523Z-tune).
-    return 32 if is_causal else 1
-
-
 @dataclass(frozen=True)
 class ForwardPlan:
     """dtype: of q, k, v and out. tile: sizes, stages, warpgroups.
 
     has_turns: consumer warpgroups issue their products in turn (ping-pong) instead of when they like.
-    heads_per_section: under a causal mask, how many heads run side by side (`device/order.py`).
     """
 
     dtype: str
     tile: ForwardTile
     is_causal: bool
     has_turns: bool
-    heads_per_section: int
 
     @property
     def has_half_blocks(self) -> bool:
@@ -53,7 +45,7 @@ class ForwardPlan:
 
     @property
     def name(self) -> str:
-        """Such as forward-d128-bf16-causal-m128n128-turns; then what is not usual, such as -q1-kv3-direct-h8."""
+        """Such as forward-d128-bf16-causal-m128n128-turns; then what is not usual, such as -q1-kv3-direct."""
         return "-".join([_name("forward", self), *["turns"] * self.has_turns, *_unusual_words(self)])
 
     @property
@@ -159,7 +151,7 @@ def _name(direction: str, plan: ForwardPlan | BackwardPlan) -> str:
 
 
 def _unusual_words(plan: ForwardPlan) -> list[str]:
-    """Stages of Q, stages of K and of V, how O is stored, heads side by side."""
+    """Stages of Q, stages of K and of V, how O is stored."""
     t = plan.tile
     usual = usual_forward_tile(t.head_dim, t.head_dim_v, t.num_consumer_warpgroups, t.tile_n)
     words = []
@@ -169,6 +161,4 @@ def _unusual_words(plan: ForwardPlan) -> list[str]:
         words.append(f"kv{t.num_kv_stages}")
     if t.has_o_staging != usual.has_o_staging:
         words.append("staged" if t.has_o_staging else "direct")
-    if plan.heads_per_section != usual_heads_per_section(plan.is_causal):
-        words.append(f"h{plan.heads_per_section}")
     return words

@@ -29,7 +29,6 @@ class ForwardWinner:
     num_kv_stages: int
     has_o_staging: bool
     has_turns: bool
-    heads_per_section: int
     measured: str
 
     @property
@@ -51,19 +50,20 @@ class ForwardWinner:
             self.num_kv_stages,
             self.has_o_staging,
         )
-        return ForwardPlan(dtype, tile, self.is_causal, self.has_turns, self.heads_per_section)
+        return ForwardPlan(dtype, tile, self.is_causal, self.has_turns)
 
 
-# Rows of one pair of head dims and mask: shorter sequences first. A plan that serves other lengths of these already stays
-# where the fastest is within 2% of it, which is what two runs differ by.
+# Rows of one pair of head dims and mask: shorter sequences first. Where plans are within 2% of each other, which is what two
+# runs differ by, that one stays which serves other lengths too, or was ahead in more than one run.
 FORWARD_WINNERS = (
-    #             dim,   v, causal, seqlen, wgs, keys, q, kv, staged, turns, heads, measured
-    ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  3,   True,  True,    32, "20261130T124448Z-tune"),
-    ForwardWinner( 64,  64,   True,   8192,   3,  128, 2,  3,   True,  True,    32, "20261130T124448Z-tune"),
-    ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True,    32, "20261130T124448Z-tune"),
-    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True,  True,     1, "20261130T124448Z-tune"),
-    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True,    32, "20261130T124505Z-tune"),
-    ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True,     1, "20261130T124505Z-tune"),
-    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False,    32, "20261130T124523Z-tune"),
-    ForwardWinner(256, 256,  False,   None,   2,   64, 1,  2,  False, False,     1, "20261130T124523Z-tune"),
+    #             dim,   v, causal, seqlen, wgs, keys, q, kv, staged, turns, measured
+    ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  3,   True,  True, "20261130T143542Z-tune"),
+    ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True, "20261130T143542Z-tune"),
+    ForwardWinner( 64,  64,  False,   2048,   3,  128, 2,  2,   True,  True, "20261130T143542Z-tune"),
+    ForwardWinner( 64,  64,  False,   8192,   3,  128, 2,  3,   True,  True, "20261130T143542Z-tune"),
+    ForwardWinner( 64,  64,  False,   None,   3,   96, 2,  3,   True,  True, "20261130T143542Z-tune"),
+    ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True, "20261130T143635Z-tune"),
+    ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True, "20261130T143635Z-tune"),
+    ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False, "20261130T143726Z-tune"),
+    ForwardWinner(256, 256,  False,   None,   2,   64, 1,  2,  False, False, "20261130T143726Z-tune"),
 )

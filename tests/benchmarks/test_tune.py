@@ -24,8 +24,8 @@ from cute_fa.tuning.winners import FORWARD_WINNERS, ForwardWinner
 FACTS = {"device": "NVIDIA Test", "driver": "1.2", "torch": "2.0", "dsl": "4.0"}
 WINNERS = Path(__file__).parents[2] / "cute_fa" / "tuning" / "winners.py"
 
-# Twelve plans that nothing but heads side by side tells apart.
-PLANS = [ForwardPlan("bfloat16", ForwardTile(64, 64, 128, 128, 2), True, True, 100 + number) for number in range(12)]
+# Twelve plans that nothing but the keys of a block tells apart.
+PLANS = [ForwardPlan("bfloat16", ForwardTile(64, 64, 128, 16 * number, 2), True, True) for number in range(1, 13)]
 NAMES = [plan.name for plan in PLANS]
 
 
@@ -168,8 +168,8 @@ def test_rows_of_the_table():
 
     cells = [cell(1024, a), cell(4096, b), cell(16384, b), cell(1024, b, FULL), cell(4096, a, FULL)]
     rows = subject.winners([*cells, outcome(16384, {}, mask=FULL, failures={now: "broken"})], PLANS, "7-tune")
-    found = [(row.heads_per_section, row.max_seqlen) for row in rows]
-    assert found == [(101, 2048), (102, None), (102, 2048), (101, None)], "mask by mask, the last one without an end"
+    found = [(row.tile_n, row.max_seqlen) for row in rows]
+    assert found == [(32, 2048), (48, None), (48, 2048), (32, None)], "mask by mask, the last one without an end"
     assert {row.measured for row in rows} == {"7-tune"}, "of this run"
     assert [row.plan("bfloat16") for row in rows] == [PLANS[1], PLANS[2], PLANS[2], PLANS[1]], "rows are plans"
 
@@ -186,7 +186,7 @@ def test_printed_rows_are_lines_of_the_table():
     begin = lines.index("FORWARD_WINNERS = (") + 2
     printed = [subject.table_line(row) for row in FORWARD_WINNERS]
     assert lines[begin : begin + len(printed)] == printed, "as they stand there"
-    row = ForwardWinner(192, 128, False, 16384, 2, 96, 1, 3, False, True, 64, "20301130T075651Z-tune")
+    row = ForwardWinner(192, 128, False, 16384, 2, 96, 1, 3, False, True, "20301130T075651Z-tune")
     line = subject.table_line(row)
     assert eval(line.strip().rstrip(","), {"ForwardWinner": ForwardWinner}) == row, "Python reads it"
     assert len(line) <= 120, "a line"
@@ -360,7 +360,7 @@ def test_compile_only(monkeypatch, tmp_path, capsys):
 
 def test_slow_code_is_left_out(tmp_path):
     """S, P and O of 192 x 96 and 192 x 128 need 136 registers of the 128 that three warpgroups have for them."""
-    plan = ForwardPlan("bfloat16", ForwardTile(128, 128, 192, 96, 3, has_o_staging=False), False, True, 1)
+    plan = ForwardPlan("bfloat16", ForwardTile(128, 128, 192, 96, 3, has_o_staging=False), False, True)
     assert not plan.tile.fits, "so this is no candidate"
     spill, serialised = subject.compile_one(tmp_path, plan)
     assert re.fullmatch(r"local memory: [1-9]\d* bytes, [1-9]\d* LDL, [1-9]\d* STL", spill), spill
@@ -419,7 +419,7 @@ def test_candidates_compute_attention():
     views = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     wanted = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True).transpose(1, 2)
     for tile in (ForwardTile(64, 64, 192, 96, 3, 1, 3, False), ForwardTile(64, 64, 128, 144, 2, 2, 2, True)):
-        plan = ForwardPlan("bfloat16", tile, True, tile.has_o_staging, 8)
+        plan = ForwardPlan("bfloat16", tile, True, tile.has_o_staging)
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         assert subject.max_difference(subject.setup_plan(num_sms, plan, inputs)(3), (wanted,)) < 1e-2, plan.name
 

@@ -10,7 +10,7 @@ import torch
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_fa.device.order import HeadAfterHead, LongestFirst
+from cute_fa.device.order import HeadAfterHead, LongestFirst, heads_in_l2
 
 GRIDS = [(blocks, heads, batch) for blocks in (1, 2, 3, 7) for heads in (1, 2, 3, 5, 8) for batch in (1, 2, 3)]
 SECTIONS = (1, 2, 3, 4, 7, 16, 100)
@@ -18,6 +18,26 @@ SECTIONS = (1, 2, 3, 4, 7, 16, 100)
 
 def head_after_head(num_blocks: int, num_heads: int, batch: int) -> list:
     return [(block, h, b) for b in range(batch) for h in range(num_heads) for block in range(num_blocks)]
+
+
+@pytest.mark.parametrize(
+    "key_bytes, seqlen_k, num_heads, batch, group, heads",
+    [
+        pytest.param(256, 16384, 32, 1, 1, 8, id="eight-of-4-MiB"),
+        pytest.param(256, 16385, 32, 1, 1, 7, id="seven-a-little-longer"),
+        pytest.param(512, 4096, 16, 4, 1, 16, id="sixteen-of-2-MiB"),
+        pytest.param(512, 4096, 3, 4, 1, 12, id="no-more-than-there-are"),
+        pytest.param(512, 2**20, 8, 1, 1, 1, id="one-that-does-not-fit"),
+        pytest.param(512, 8192, 32, 1, 4, 32, id="groups-of-4-MiB"),
+        pytest.param(512, 32768, 32, 1, 4, 8, id="two-groups-of-16-MiB"),
+        pytest.param(512, 2**20, 64, 1, 64, 64, id="a-group-that-does-not-fit"),
+        pytest.param(1024, 1, 2**24, 127, 1, 32768, id="short-keys"),
+        pytest.param(1024, 2**31 - 1, 1, 1, 1, 1, id="the-longest"),
+    ],
+)
+def test_heads_whose_keys_and_values_fit_into_l2(key_bytes, seqlen_k, num_heads, batch, group, heads):
+    """32 MiB."""
+    assert heads_in_l2(key_bytes, seqlen_k, num_heads, batch, group) == heads
 
 
 def longest_first(num_blocks: int, num_heads: int, batch: int, heads_per_section: int, is_last_longest: bool) -> list:

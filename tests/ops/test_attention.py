@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import cute_fa
 from cute_fa.core.errors import NotSupportedError
 from cute_fa.ops import attention
-from cute_fa.ops.attention import BackwardCall, Call
+from cute_fa.ops.attention import Call
 from cute_fa.testing.plain import plain_attention
 
 ATTENTION = torch.ops.cute_fa.attention.default  # with gradients; made of the other two

@@ -135,14 +135,13 @@ def test_candidates_use_the_room_that_there_is(head_dim, head_dim_v, is_causal):
     plans = forward_candidates("bfloat16", head_dim, head_dim_v, is_causal)
     tiles_of_today = {plan.tile for plan in todays_plans(head_dim, head_dim_v, is_causal)}
     rooms = list(itertools.product((1, 2), (2, 3), (False, True)))
-    usual_heads = {False: 1, True: 32}[is_causal]
     for num_warpgroups, tile_n in itertools.product((2, 3), range(64, 193, 16)):
         sizes = head_dim, head_dim_v, 64 * num_warpgroups, tile_n, num_warpgroups
         fitting = {room for room in rooms if ForwardTile(*sizes, *room).fits}
         best = {room for room in fitting if not any(all(map(int.__ge__, a, room)) for a in fitting - {room})}
         tiles = [ForwardTile(*sizes, *room) for room in best]
         wanted = {
-            ForwardPlan("bfloat16", tile, is_causal, has_turns, usual_heads)
+            ForwardPlan("bfloat16", tile, is_causal, has_turns)
             for tile, has_turns in itertools.product(tiles, (False, True))
         }
         blocks = num_warpgroups, tile_n
@@ -157,17 +156,6 @@ def test_candidates_have_todays_plans_first(head_dim, head_dim_v, is_causal):
     plans = forward_candidates("bfloat16", head_dim, head_dim_v, is_causal)
     today = set(todays_plans(head_dim, head_dim_v, is_causal))
     assert set(plans[: len(today)]) == today, f"got {plans[0].name} first"
-
-
-def test_heads_side_by_side_vary_round_todays_plans():
-    plans = forward_candidates("bfloat16", 128, 128, True)
-    by_blocks = {}
-    for plan in plans:
-        by_blocks.setdefault((plan.tile, plan.has_turns), set()).add(plan.heads_per_section)
-    for blocks in {(plan.tile, plan.has_turns) for plan in todays_plans(128, 128, True)}:
-        assert by_blocks.pop(blocks) == {8, 16, 32, 64}, "of today's blocks"
-    assert set(map(frozenset, by_blocks.values())) == {frozenset({32})}, "of all others"
-    assert {plan.heads_per_section for plan in forward_candidates("bfloat16", 128, 128, False)} == {1}, "no sections"
 
 
 def test_every_winner_is_checked():

@@ -111,7 +111,7 @@ def test_room_goes_to_a_second_q_and_to_staging():
 @pytest.fixture
 def wide_winners(monkeypatch):
     """Winners for head_dim 64 alone: 192 rows, but 128 for causal calls of up to 2048 keys."""
-    rest = (2, 2, True, True, 1, "a-run")
+    rest = (2, 2, True, True, "a-run")
     rows = [(False, None, 3), (True, 2048, 2), (True, None, 3)]
     table = tuple(ForwardWinner(64, 64, *where, warpgroups, 128, *rest) for *where, warpgroups in rows)
     monkeypatch.setattr(heuristics, "FORWARD_WINNERS", table)
@@ -148,25 +148,10 @@ def test_a_winner_holds_for_its_tiles():
     assert plan_of(8, 40).tile.tile_m == 192, "all that the tile of 64 holds"
 
 
-TURNS_AND_SECTIONS = {
-    "d64-full": (64, "full", True, 1),
-    "d64-causal": (64, "causal", True, 32),
-    "d96-full": (96, "full", True, 1),
-    "d96-causal": (96, "causal", True, 32),
-    "d128-full": (128, "full", True, 1),
-    "d128-causal": (128, "causal", True, 32),
-    "d192-causal": (192, "causal", True, 32),
-    "d256-full": (256, "full", False, 1),
-    "d256-causal": (256, "causal", False, 32),
-}
-
-
-@pytest.mark.parametrize(
-    "head_dim, mask, has_turns, heads_per_section", TURNS_AND_SECTIONS.values(), ids=TURNS_AND_SECTIONS
-)
-def test_turns_and_order(head_dim, mask, has_turns, heads_per_section):
-    plan = build_forward_plan("bfloat16", head_dim, head_dim, mask == "causal")
-    assert (plan.has_turns, plan.heads_per_section) == (has_turns, heads_per_section), "ping-pong, heads side by side"
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim, has_turns", [(64, True), (96, True), (128, True), (192, True), (256, False)])
+def test_turns(head_dim, has_turns, mask):
+    assert build_forward_plan("bfloat16", head_dim, head_dim, mask == "causal").has_turns == has_turns, "ping-pong"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -14,11 +14,10 @@ PLAN = ForwardPlan(
     tile=ForwardTile(128, 128, 128, 112, 2, num_q_stages=2),
     is_causal=True,
     has_turns=False,
-    heads_per_section=32,
 )
 # 192 rows of 192 and of 96 leave no room for a second Q and for O.
 NARROW = ForwardTile(192, 96, 192, 64, 3, num_q_stages=1, has_o_staging=False)
-UNEQUAL = replace(PLAN, dtype="float16", tile=NARROW, is_causal=False, has_turns=True, heads_per_section=1)
+UNEQUAL = replace(PLAN, dtype="float16", tile=NARROW, is_causal=False, has_turns=True)
 
 
 def test_equal_plans_are_one_key():
@@ -37,9 +36,8 @@ def test_equal_plans_are_one_key():
         {"tile": replace(PLAN.tile, has_o_staging=False)},
         {"is_causal": False},
         {"has_turns": True},
-        {"heads_per_section": 16},
     ],
-    ids=["dtype", "q-stages", "kv-stages", "o-staging", "mask", "turns", "section"],
+    ids=["dtype", "q-stages", "kv-stages", "o-staging", "mask", "turns"],
 )
 def test_each_part_is_in_the_key(changes):
     other = replace(PLAN, **changes)
@@ -63,31 +61,26 @@ UNUSUAL = {
     "one-q": ({"num_q_stages": 1}, {}, "-q1"),
     "three-kv": ({"num_kv_stages": 3}, {}, "-kv3"),
     "o-from-registers": ({"has_o_staging": False}, {}, "-direct"),
-    "heads": ({}, {"heads_per_section": 16}, "-h16"),
     "all": (
         {"num_q_stages": 1, "num_kv_stages": 3, "has_o_staging": False},
-        {"heads_per_section": 8, "has_turns": True},
-        "-turns-q1-kv3-direct-h8",
+        {"has_turns": True},
+        "-turns-q1-kv3-direct",
     ),
 }
 
 
 @pytest.mark.parametrize("of_tile, changes, words", UNUSUAL.values(), ids=UNUSUAL)
 def test_name_says_what_is_not_usual(of_tile, changes, words):
-    """128 rows with blocks of 112 keys of 128 have room for a second Q and for O; 32 heads side by side are usual."""
+    """128 rows with blocks of 112 keys of 128 have room for a second Q and for O."""
     plan = replace(PLAN, tile=replace(PLAN.tile, **of_tile), **changes)
     assert plan.name == f"forward-d128-bf16-causal-m128n112{words}", "after the order of issue"
 
 
 def test_name_where_there_is_little_room():
-    """One Q and O from registers are usual there; under a full mask heads do not run side by side."""
+    """One Q and O from registers are usual there."""
     name = "forward-d192-96-fp16-full-m192n64-turns"
     assert replace(UNEQUAL, tile=replace(NARROW, num_q_stages=2)).name == f"{name}-q2", "a second Q instead of O"
     assert replace(UNEQUAL, tile=replace(NARROW, has_o_staging=True)).name == f"{name}-staged", "O instead of it"
-    assert replace(UNEQUAL, heads_per_section=8).name == f"{name}-h8", "sections under a full mask"
-    assert replace(UNEQUAL, is_causal=True).name == name.replace("full", "causal") + "-h1", "none under a causal one"
-    wide = replace(PLAN, tile=ForwardTile(128, 256, 128, 64, 2, num_q_stages=2))
-    assert wide.name == "forward-d128-256-bf16-causal-m128n64", "32 heads are usual"
 
 
 def test_required_opcodes():

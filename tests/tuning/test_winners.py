@@ -112,13 +112,12 @@ def test_its_plan_has_what_the_row_says(row):
         assert (t.head_dim, t.head_dim_v, t.tile_n) == (row.head_dim, row.head_dim_v, row.tile_n), "sizes"
         assert (t.num_q_stages, t.num_kv_stages) == (row.num_q_stages, row.num_kv_stages), "rings"
         assert t.has_o_staging == row.has_o_staging, "stores"
-        assert plan.heads_per_section == row.heads_per_section, "heads side by side"
         assert t.num_consumer_warpgroups == row.num_consumer_warpgroups, "warpgroups"
         assert plan_of(row, LONG, row.max_seqlen or LONG, dtype) == plan, "both dtypes get it"
 
 
 def row_to(max_seqlen, num_warpgroups, tile_n):
-    return ForwardWinner(128, 96, True, max_seqlen, num_warpgroups, tile_n, 1, 3, False, False, 8, "a-run")
+    return ForwardWinner(128, 96, True, max_seqlen, num_warpgroups, tile_n, 1, 3, False, False, "a-run")
 
 
 def test_first_row_that_holds(monkeypatch):

@@ -55,13 +55,15 @@ class ForwardMmas:
 
 @dataclass(frozen=True)
 class ForwardSizes:
-    """Numbers of one launch. scale_log2: softmax_scale * log2(e). group: query heads of a key-value head."""
+    """Numbers of one launch. scale_log2: softmax_scale * log2(e). group: query heads of a key-value head.
+    heads_per_section: as in LongestFirst."""
 
     seqlen_q: Int32
     seqlen_k: Int32
     num_heads: Int32
     batch: Int32
     group: Int32
+    heads_per_section: Int32
     scale_log2: Float32
 
     def band(self, plan: ForwardPlan, rows: int) -> Band:
@@ -78,7 +80,7 @@ class ForwardSizes:
     def order(self, plan: ForwardPlan):
         blocks = self.num_m_blocks(plan)
         if plan.is_causal:
-            return LongestFirst(blocks, self.num_heads, self.batch, plan.heads_per_section, is_last_longest=True)
+            return LongestFirst(blocks, self.num_heads, self.batch, self.heads_per_section, is_last_longest=True)
         return HeadAfterHead(blocks, self.num_heads)
 
 

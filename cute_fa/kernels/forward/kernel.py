@@ -9,6 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma, view
+from cute_fa.device.order import heads_in_l2
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
 from cute_fa.device.smem import tile_layout
@@ -99,12 +100,17 @@ class ForwardKernel:
         tile, num_warpgroups = self.plan.tile, self.plan.tile.num_consumer_warpgroups
         mQ, mK, mO = (view.rows_first(x) for x in (q, k, out))
         mVt = view.reordered(v, (3, 1, 2, 0))
+        batch, seqlen_q, num_heads, _ = q.shape
+        _, seqlen_k, heads_kv, _ = k.shape
+        group = num_heads // heads_kv
+        key_bytes = (tile.head_dim + tile.head_dim_v) * self.dtype.width // 8
         sizes = ForwardSizes(
-            seqlen_q=q.shape[1],
-            seqlen_k=k.shape[1],
-            num_heads=q.shape[2],
-            batch=q.shape[0],
-            group=q.shape[2] // k.shape[2],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads=num_heads,
+            batch=batch,
+            group=group,
+            heads_per_section=heads_in_l2(key_bytes, seqlen_k, num_heads, batch, group),
             scale_log2=softmax_scale * softmax.LOG2_E,
         )
         layouts = self._smem_layouts()

@@ -35,7 +35,7 @@ LENGTHS_K = (1, 63, 64, 65, 128, 160, 256, 300, 513)
 @cute.jit
 def write_details(out: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, plan: cutlass.Constexpr):
     """out: (tile, warpgroup, has_care, 4)."""
-    sizes = ForwardSizes(seqlen_q, seqlen_k, Int32(1), Int32(1), Int32(1), Float32(1.0))
+    sizes = ForwardSizes(seqlen_q, seqlen_k, *[Int32(1)] * 4, Float32(1.0))
     for m_block in cutlass.range(sizes.num_m_blocks(plan)):
         for warpgroup in cutlass.range(plan.tile.num_consumer_warpgroups):
             for care in cutlass.range_constexpr(2):
@@ -67,7 +67,7 @@ def wanted(of_tile, of_warpgroup, plan) -> tuple[int, int, int, int]:
 def test_details_by_the_definition(is_causal, num_warpgroups, tile_n):
     """A warpgroup that has no row works on one block, it does not matter how; its steps are as many as the others'."""
     tile = ForwardTile(64, 64, ROWS * num_warpgroups, tile_n, num_warpgroups, 1, 2, False)
-    plan = ForwardPlan("bfloat16", tile, is_causal, has_turns=False, heads_per_section=1)
+    plan = ForwardPlan("bfloat16", tile, is_causal, has_turns=False)
     details = torch.empty(MAX_TILES, num_warpgroups, 2, 4, dtype=torch.int32)
     tensor = from_dlpack(details)
     write = cute.compile(write_details, tensor, Int32(1), Int32(1), plan)
