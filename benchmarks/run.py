@@ -5,6 +5,7 @@ The contestants of a case take turns in short slices, so that each meets the clo
 """
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,7 +173,7 @@ def take_turns(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Timings by name, and the reasons of those that raised; these drop out, and the others go on.
 
-    Every round begins with another contestant, and every second one goes backwards, so none always follows the same one.
+    Each round has an order of its own, by chance: on a hot GPU it matters whom one follows.
     """
     num_calls: dict[str, int] = {}
     slices: dict[str, list[Slice]] = {name: [] for name in runs}
@@ -180,10 +181,9 @@ def take_turns(
     for name, run in runs.items():
         with dropping_out(name, failures):
             num_calls[name] = calls_of_a_slice(run, time)
-    for turn in range(num_rounds):
+    for _ in range(num_rounds):
         names = [name for name in runs if name not in failures]
-        shift = turn % max(1, len(names))
-        for name in (names[shift:] + names[:shift])[:: -1 if turn % 2 else 1]:
+        for name in random.sample(names, len(names)):
             with dropping_out(name, failures):
                 slices[name].append(time(runs[name], num_calls[name]))
     return {name: timing(slices[name], num_calls[name]) for name in runs if name not in failures}, failures

@@ -27,6 +27,10 @@ Index = int | Int32
 # 20261130T143542Z-tune and 20261130T143635Z-tune).
 L2_BYTES = 32 * 2**20
 
+# PERF: causal, head_dim 256, 16384 tokens: 2 heads, which fit, take up to 2% longer than 4 or 8 (H200, 2026-11-30,
+# benchmarks/results/NOTES.md).
+MIN_HEADS = 4
+
 
 @dataclass(frozen=True)
 class HeadAfterHead:
@@ -43,12 +47,12 @@ class HeadAfterHead:
 
 
 def heads_in_l2(key_bytes: int, seqlen_k: Index, num_heads: Index, batch: Index, group: Index) -> Index:
-    """Query heads, of all batches, whose K and V fill L2_BYTES together: whole groups of one key-value head, at least one.
+    """Query heads, of all batches, whose K and V fill L2_BYTES together; at least MIN_HEADS.
 
     key_bytes: of a key and its value in one head. num_heads: query heads; `group` of them share a key-value head.
     """
     kv_heads = cutlass.min(L2_BYTES // key_bytes // seqlen_k, num_heads * batch // group)
-    return cutlass.max(kv_heads, 1) * group
+    return cutlass.max(cutlass.max(kv_heads, 1) * group, MIN_HEADS)
 
 
 @dataclass(frozen=True)

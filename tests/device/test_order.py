@@ -27,16 +27,17 @@ def head_after_head(num_blocks: int, num_heads: int, batch: int) -> list:
         pytest.param(256, 16385, 32, 1, 1, 7, id="seven-a-little-longer"),
         pytest.param(512, 4096, 16, 4, 1, 16, id="sixteen-of-2-MiB"),
         pytest.param(512, 4096, 3, 4, 1, 12, id="no-more-than-there-are"),
-        pytest.param(512, 2**20, 8, 1, 1, 1, id="one-that-does-not-fit"),
+        pytest.param(1024, 16384, 8, 1, 1, 4, id="four-of-16-MiB"),
+        pytest.param(512, 2**20, 8, 1, 1, 4, id="four-where-none-fits"),
         pytest.param(512, 8192, 32, 1, 4, 32, id="groups-of-4-MiB"),
         pytest.param(512, 32768, 32, 1, 4, 8, id="two-groups-of-16-MiB"),
         pytest.param(512, 2**20, 64, 1, 64, 64, id="a-group-that-does-not-fit"),
         pytest.param(1024, 1, 2**24, 127, 1, 32768, id="short-keys"),
-        pytest.param(1024, 2**31 - 1, 1, 1, 1, 1, id="the-longest"),
+        pytest.param(1024, 2**31 - 1, 1, 1, 1, 4, id="the-longest"),
     ],
 )
 def test_heads_whose_keys_and_values_fit_into_l2(key_bytes, seqlen_k, num_heads, batch, group, heads):
-    """32 MiB."""
+    """32 MiB, but not less than four heads, which may be more than there are."""
     assert heads_in_l2(key_bytes, seqlen_k, num_heads, batch, group) == heads
 
 
