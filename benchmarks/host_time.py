@@ -1,8 +1,8 @@
 """Host time of a forward call: `python -m benchmarks.host_time [--compiled] [--output FILE --commit HASH]`.
 
 Time runs from before the first to after the last call of a batch. The device is waited for outside of it, and whatever
-only a first call does is done before. Calls are eager; with --compiled there are rows of cute_fa inside torch.compile, too:
-variant compiled, and variant reduce-overhead, where torch replays CUDA graphs.
+only a first call does is done before. Calls are eager; with --compiled there are rows of cute_fa inside torch.compile,
+too: variant compiled, and variant reduce-overhead, where torch replays CUDA graphs.
 """
 
 import argparse

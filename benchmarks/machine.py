@@ -31,7 +31,7 @@ class Slice:
 class Machine:
     """device: of the tensors, as torch names it. facts: the columns device, driver, torch, dsl.
 
-    time: makes some calls that do not count, then the number of calls that do. synchronize: returns when the device is idle.
+    time: makes a number of calls that do not count, then as many that do. synchronize: returns when the device is idle.
     """
 
     device: str
@@ -55,9 +55,7 @@ def cuda_machine() -> Machine:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time(run: Run, num_calls: int) -> Slice:
-        # The clock needs about 0.1 s until it is what this contestant's power allows, not what the one before left
-        # (results/NOTES.md).
-        run(2 * num_calls)
+        run(num_calls)  # L2 and clock of the one before have gone, as far as this slice is long
         start.record()
         run(num_calls)
         end.record()

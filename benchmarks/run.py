@@ -22,7 +22,6 @@ from benchmarks.summary import summary
 from cute_fa.core.errors import expected
 from cute_fa.tuning.work import backward_work, forward_work
 
-SLICE_MS = 45.0  # of calls that count
 MIN_ROUNDS = 5
 
 # Results of two right kernels in 16 bits differ by about half of one percent, those of a wrong one by tens.
@@ -53,9 +52,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "benchmarks.run") -
     print(f"{shared['device']}: cuBLAS bf16 8192^3 {cublas:.0f} TFLOP/s, {len(cases)} cases", flush=True)
     shared["cublas_tflops"] = f"{cublas:.1f}"
     backends = {name: BACKENDS[name] for name in options.backends or suite.backends}
+    num_rounds = options.rounds or suite.num_rounds
     rows = []
     for number, case in enumerate(cases, start=1):
-        new = [shared | row for row in measure_case(case, backends, machine, options.rounds)]
+        new = [shared | row for row in measure_case(case, backends, machine, suite.slice_ms, num_rounds)]
         append_rows(options.output, new)
         rows += new
         print(f"{number}/{len(cases)} {case.name}: " + ", ".join(map(outcome, new)), flush=True)
@@ -76,7 +76,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made.add_argument("--output", required=True, type=Path, metavar="FILE", help="csv to which rows are added")
     made.add_argument("--commit", required=True, metavar="HASH", help="commit of the code that is measured")
     made.add_argument("--only", default="", metavar="SUBSTRING", help="only cases whose name contains this")
-    made.add_argument("--rounds", type=rounds, default=MIN_ROUNDS, help=f"at least {MIN_ROUNDS}, the default")
+    made.add_argument("--rounds", type=rounds, help=f"at least {MIN_ROUNDS}; default: the suite's")
     return made
 
 
@@ -100,12 +100,12 @@ def chosen_cases(suite: Suite, directions: Sequence[str] | None, only: str) -> l
 
 
 def measure_case(
-    case: Case, backends: Mapping[str, Setup], machine: Machine, num_rounds: int
+    case: Case, backends: Mapping[str, Setup], machine: Machine, slice_ms: float, num_rounds: int
 ) -> list[dict[str, object]]:
     """One row for each backend, in their order, without the columns that a whole run shares."""
     entries = set_up(case, backends, machine.device)
     runs = {name: entry.run for name, entry in entries.items() if entry.run}
-    timings, failures = take_turns(runs, machine.time, num_rounds)
+    timings, failures = take_turns(runs, machine.time, slice_ms, num_rounds)
     work = (forward_work if case.direction == "fwd" else backward_work)(case.problem)
     rows = []
     for name, entry in entries.items():
@@ -169,7 +169,7 @@ def max_difference(tensors: Iterable, expected_tensors: Iterable) -> float:
 
 
 def take_turns(
-    runs: Mapping[str, Run], time: Callable[[Run, int], Slice], num_rounds: int
+    runs: Mapping[str, Run], time: Callable[[Run, int], Slice], slice_ms: float, num_rounds: int
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Timings by name, and the reasons of those that raised; these drop out, and the others go on.
 
@@ -180,7 +180,7 @@ def take_turns(
     failures: dict[str, str] = {}
     for name, run in runs.items():
         with dropping_out(name, failures):
-            num_calls[name] = calls_of_a_slice(run, time)
+            num_calls[name] = calls_of_a_slice(run, time, slice_ms)
     for _ in range(num_rounds):
         names = [name for name in runs if name not in failures]
         for name in random.sample(names, len(names)):
@@ -197,12 +197,12 @@ def dropping_out(name: str, failures: dict[str, str]) -> Iterator[None]:
         failures[name] = describe(error)
 
 
-def calls_of_a_slice(run: Run, time: Callable[[Run, int], Slice]) -> int:
-    """How many calls fill SLICE_MS, estimated from ever longer tries: a few short calls show how fast the host is."""
+def calls_of_a_slice(run: Run, time: Callable[[Run, int], Slice], slice_ms: float) -> int:
+    """How many calls fill slice_ms, estimated from ever longer tries: a few short calls show how fast the host is."""
     num_calls = 1
-    while (ms := time(run, num_calls).ms) < SLICE_MS / 5:
+    while (ms := time(run, num_calls).ms) < slice_ms / 2:
         num_calls *= 4
-    return max(1, round(num_calls * SLICE_MS / ms))
+    return max(1, round(num_calls * slice_ms / ms))
 
 
 def timing(slices: Sequence[Slice], num_calls: int) -> Timing:

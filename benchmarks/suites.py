@@ -4,7 +4,7 @@ A case is one cell in one direction and variant. Nothing here needs torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
@@ -32,7 +32,8 @@ class Suite:
     """Cells that answer one question.
 
     peers: backends that must have a row beside cute_fa's. variants: of each cell, where a backend has
-    them. groups: (head_dim, seqlen) pairs whose ratios the summary prints apart.
+    them. groups: (head_dim, seqlen) pairs whose ratios the summary prints apart. slice_ms, num_rounds: how long
+    contestants run in turn, and how often; README.md tells what the length decides.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Suite:
     directions: tuple[str, ...] = DIRECTIONS
     variants: tuple[str, ...] = ("default",)
     groups: tuple[tuple[int, int], ...] = ()
+    slice_ms: float = 5.0
+    num_rounds: int = 20
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -107,6 +110,9 @@ GRID = Suite(
     groups=((64, 4096), (64, 16384), (128, 4096), (128, 16384)),
 )
 
+# Each at the clock that its own power allows.
+SETTLED = replace(GRID, name="settled", slice_ms=100.0, num_rounds=5)
+
 GQA = Suite(
     "gqa",
     (
@@ -154,4 +160,4 @@ DETERMINISTIC = Suite(
     variants=("default", "deterministic"),
 )
 
-SUITES = {suite.name: suite for suite in (GRID, GQA, SHORT, ODD, DIMS, DETERMINISTIC)}
+SUITES = {suite.name: suite for suite in (GRID, SETTLED, GQA, SHORT, ODD, DIMS, DETERMINISTIC)}

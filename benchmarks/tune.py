@@ -26,7 +26,6 @@ from benchmarks.command import run_command
 from benchmarks.machine import Machine, cublas_tflops, cuda_machine
 from benchmarks.record import append_rows, begin
 from benchmarks.run import (
-    MIN_ROUNDS,
     Timing,
     describe,
     dropping_out,
@@ -35,7 +34,7 @@ from benchmarks.run import (
     shared_columns,
     take_turns,
 )
-from benchmarks.suites import CAUSAL, DIRECTIONS, FULL, Case, dense, sizes
+from benchmarks.suites import CAUSAL, DIRECTIONS, FULL, GRID, Case, dense, sizes
 from cute_fa.core.dtypes import BFLOAT16
 from cute_fa.core.env import cache_dir
 from cute_fa.core.errors import expected
@@ -220,7 +219,7 @@ def measure_case(
             with dropping_out(name, failures):
                 trial[name] = machine.time(runs[name], TRIAL_CALLS).ms
     chosen = finalists({name: ms for name, ms in trial.items() if name not in failures}, present.name)
-    timings, failed = take_turns({name: runs[name] for name in chosen}, machine.time, MIN_ROUNDS)
+    timings, failed = take_turns({name: runs[name] for name in chosen}, machine.time, GRID.slice_ms, GRID.num_rounds)
     return Outcome(case, present.name, timings, failures | failed)
 
 

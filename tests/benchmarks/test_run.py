@@ -57,20 +57,20 @@ def raising(error):
     ],
 )
 def test_calls_fill_a_slice(ms, num_calls):
-    assert subject.calls_of_a_slice("run", Clock({"run": ms}).time) == num_calls, "45 ms a slice"
+    assert subject.calls_of_a_slice("run", Clock({"run": ms}).time, 45.0) == num_calls, "45 ms a slice"
 
 
 def test_estimate_looks_past_the_launch_of_a_few_calls():
     def time(run, num_calls):
         return Slice(1.0 + 0.01 * num_calls, None)  # one millisecond until the first call begins
 
-    found = subject.calls_of_a_slice("run", time)
+    found = subject.calls_of_a_slice("run", time, 45.0)
     assert 3600 <= found <= 4500, f"4500 calls of 10 us without the launch; from one call it would be 45, got {found}"
 
 
 def test_contestants_take_turns():
     clock = Clock({"a": 9.0, "b": 18.0, "c": 45.0})
-    timings, failures = subject.take_turns({name: name for name in "abc"}, clock.time, 40)
+    timings, failures = subject.take_turns({name: name for name in "abc"}, clock.time, 45.0, 40)
     turns = clock.slices[-120:]
     orders = ["".join(name for name, _ in turns[first : first + 3]) for first in range(0, 120, 3)]
     assert all(sorted(order) == list("abc") for order in orders), "each once a round"
@@ -96,14 +96,14 @@ def test_one_that_fails_while_timed_drops_out():
         raise RuntimeError("launch failed\nin two lines")
 
     clock = Clock({"good": 45.0, "bad": costs()})
-    timings, failures = subject.take_turns({"bad": "bad", "good": "good"}, clock.time, 5)
+    timings, failures = subject.take_turns({"bad": "bad", "good": "good"}, clock.time, 45.0, 5)
     assert failures == {"bad": "RuntimeError: launch failed in two lines"}, "on one line"
     assert list(timings) == ["good"], "the other one is measured"
     assert [name for name, _ in clock.slices].count("good") == 6, "one estimate and five rounds"
 
 
 def test_nobody_to_time():
-    assert subject.take_turns({}, Clock({}).time, 5) == ({}, {}), "every backend has a reason"
+    assert subject.take_turns({}, Clock({}).time, 45.0, 5) == ({}, {}), "every backend has a reason"
 
 
 def test_outputs_are_compared_with_what_most_compute():
@@ -158,7 +158,7 @@ def test_a_row_holds_times_and_speed(direction, mask, flops):
 
     backends = {"a": returning(torch.ones(1)), "b": raising(ValueError("no"))}
     machine = Machine("cpu", FACTS, time, lambda: None)
-    first, second = subject.measure_case(tiny(direction, mask), backends, machine, 5)
+    first, second = subject.measure_case(tiny(direction, mask), backends, machine, 45.0, 5)
     assert (first["backend"], first["tflops"], first["clock_mhz"], first["reason"]) == ("a", "300", 1755, ""), (
         "measured"
     )
@@ -174,7 +174,7 @@ def test_a_row_of_one_that_fails_while_timed():
         raise torch.OutOfMemoryError("no memory left")
 
     machine = Machine("cpu", FACTS, time, lambda: None)
-    (row,) = subject.measure_case(tiny(), {"a": returning(torch.ones(1))}, machine, 5)
+    (row,) = subject.measure_case(tiny(), {"a": returning(torch.ones(1))}, machine, 45.0, 5)
     assert row["reason"] == "OutOfMemoryError: no memory left" and "ms_p50" not in row, "the reason, no number"
 
 

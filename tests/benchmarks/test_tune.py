@@ -12,7 +12,7 @@ from benchmarks.backends import make_inputs
 from benchmarks.machine import Machine, Slice
 from benchmarks.record import COLUMNS
 from benchmarks.run import Timing
-from benchmarks.suites import CAUSAL, FULL, Case, dense
+from benchmarks.suites import CAUSAL, FULL, GRID, Case, dense
 from cute_fa.core.errors import DeviceError
 from cute_fa.host import cache
 from cute_fa.tuning.budget import ForwardTile
@@ -73,7 +73,7 @@ def test_a_brief_round_then_full_rounds():
     assert trial == [(name, subject.TRIAL_CALLS) for name in ordered] * 2, "the present choice first, all of them twice"
     assert set(outcome.timings) == {*NAMES[:8], NAMES[10]}, "the best eight and the present choice"
     for name in outcome.timings:
-        assert sum(timed == name for timed, _ in full) == 1 + 5, f"an estimate and five rounds of {name}"
+        assert sum(timed == name for timed, _ in full) == 1 + GRID.num_rounds, f"an estimate and all rounds of {name}"
     assert {name: found.p50 for name, found in outcome.timings.items()} == pytest.approx(
         {name: 9.0 * (NAMES.index(name) + 1) for name in outcome.timings}
     ), "milliseconds a call"
