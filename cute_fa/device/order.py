@@ -9,7 +9,7 @@ Tiles that run at the same time should share operands in L2, and no long tile sh
   same K and V.
 - Causal: the length of a tile grows with its block, so one head after another would put long tiles at the end of every
   head and of the grid. LongestFirst takes a section of neighbouring heads, narrow enough for their operands to stay in
-  L2 (`heads_in_l2`), and in it all heads' longest blocks before all heads' second longest, and so on. CTAs that run
+  L2 (`heads_side_by_side`), and in it all heads' longest blocks before all heads' second longest, and so on. CTAs that run
   together then have nearly equal lengths, and the last tiles of the section are its shortest. Neighbouring query heads
   also share a K/V head.
 """
@@ -21,15 +21,16 @@ from cutlass import Int32
 
 Index = int | Int32
 
-# Of the 50 MB that an H100 or H200 has, which other operands pass through as well.
+# What K and V of a section's heads should not exceed, of the 50 MB that an H100 or H200 has for everything.
 # PERF: causal, head_dim 64, 16384 tokens: 8 heads side by side, which have 32 MiB of K and V, take 9% less time than 32, and
 # 16 take 6% less. head_dim 128, 4096 tokens: 16 heads, 32 MiB, take 4% less than 32 (H200, 2026-11-30,
 # 20261130T143542Z-tune and 20261130T143635Z-tune).
 L2_BYTES = 32 * 2**20
 
-# PERF: causal, head_dim 256, 16384 tokens: 2 heads, which fit, take up to 2% longer than 4 or 8 (H200, 2026-11-30,
-# benchmarks/results/NOTES.md).
-MIN_HEADS = 4
+# What a section should have of tiles all the same: about four for each SM.
+# PERF: causal, head_dim 256, 16384 tokens: 256 tiles, which are 2 heads, take 1 to 7% longer than 512 or 1024 (H200,
+# 2026-11-30, benchmarks/results/NOTES.md).
+SECTION_TILES = 512
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,21 @@ class HeadAfterHead:
         return tile - pair * self.num_blocks, pair - batch_idx * self.num_heads, batch_idx
 
 
-def heads_in_l2(key_bytes: int, seqlen_k: Index, num_heads: Index, batch: Index, group: Index) -> Index:
-    """Query heads, of all batches, whose K and V fill L2_BYTES together; at least MIN_HEADS.
+def heads_side_by_side(
+    key_bytes: int, seqlen_k: Index, num_blocks: Index, num_heads: Index, batch: Index, group: Index
+) -> Index:
+    """How wide sections are: as many (head, batch) pairs as have K and V for L2, and enough tiles; all about equally wide,
+    because the last one of a few heads would end with long tiles.
 
-    key_bytes: of a key and its value in one head. num_heads: query heads; `group` of them share a key-value head.
+    key_bytes: of a key and its value in one head. num_blocks: of a head. num_heads: query heads; `group` of them share a
+    key-value head, and no section parts them.
     """
-    kv_heads = cutlass.min(L2_BYTES // key_bytes // seqlen_k, num_heads * batch // group)
-    return cutlass.max(cutlass.max(kv_heads, 1) * group, MIN_HEADS)
+    pairs = num_heads * batch
+    kv_heads = cutlass.min(L2_BYTES // key_bytes // seqlen_k, pairs // group)
+    width = cutlass.max(cutlass.max(kv_heads, 1) * group, (SECTION_TILES + num_blocks - 1) // num_blocks)
+    num_sections = cutlass.max((pairs + width // 2) // width, 1)
+    kv_heads_per_section = num_sections * group
+    return (pairs + kv_heads_per_section - 1) // kv_heads_per_section * group
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The operators of dense and packed calls: `cute_fa::attention`, made of `attention_forward` and `attention_backward`.
+"""The operators of dense and packed calls: `cute_fa::attention`, made of `attention_forward` or `attention_plain`, and
+`attention_backward`.
 
 `dense` and `varlen` are what `api` calls: cast under autocast, validate, check support, draw the dropout state, run the
-operator. `attention` has the gradients; torch sees through it, so a compiled graph holds the other two, which run below
+operator. `attention` has the gradients; torch sees through it, so a compiled graph holds the others, which run below
 autograd and cost the less on the host. Operators take one flat list of arguments, `Call`, because a torch schema knows no
-groups.
+groups; every argument costs on the way through torch's dispatcher, so the most frequent calls have an operator with few.
 """
 
 import dataclasses
@@ -61,6 +62,13 @@ class Call(NamedTuple):
         return PackedSequences(**{name: getattr(self, name) for name in _SEQUENCE_FIELDS})
 
     @property
+    def plain(self) -> Optional["Plain"]:
+        """None where that is not all of the call, as far as the forward looks."""
+        is_dense = all(tensor is None for tensor in self[:_NUM_CALL_TENSORS])
+        has_options = self.attention_chunk or self.softcap or self.dropout_p or self.return_probs
+        return Plain(self.softmax_scale, self.window_left, self.window_right) if is_dense and not has_options else None
+
+    @property
     def mask(self) -> tuple:
         """As the arguments of MaskSpec."""
         return self.window_left, self.window_right, self.attention_chunk
@@ -72,6 +80,18 @@ class Call(NamedTuple):
     @property
     def score_tensors(self) -> ScoreTensors:
         return ScoreTensors(self.alibi_slopes, self.learnable_sink, self.rng_state)
+
+
+class Plain(NamedTuple):
+    """What a call has that is dense and without options, and the schema of its forward."""
+
+    softmax_scale: float
+    window_left: Optional[int]
+    window_right: Optional[int]
+
+    @property
+    def call(self) -> Call:
+        return Call(*[None] * _NUM_CALL_TENSORS, 0, 0, *self, 0, 0.0, 0.0, False, False)
 
 
 _NUM_CALL_TENSORS = Call._fields.index("max_seqlen_q")
@@ -226,6 +246,20 @@ def _forward_cuda(q, k, v, *flat):
     return (*launch.forward(q, k, v, call.softmax_scale, call.mask), launch.nothing(q))
 
 
+def _plain_fake(q, k, v, *plain):
+    return _forward_fake(q, k, v, *Plain(*plain).call)[:2]
+
+
+def _plain_cpu(q, k, v, *plain):
+    return _forward_cpu(q, k, v, *Plain(*plain).call)[:2]
+
+
+def _plain_cuda(q, k, v, softmax_scale, window_left, window_right):
+    if window_left is not None or window_right not in (None, 0):
+        _require_kernels(q, Plain(softmax_scale, window_left, window_right).call)
+    return launch.forward(q, k, v, softmax_scale, (window_left, window_right, 0))
+
+
 def _require_kernels(q, call: Call):
     """Raises what `support.require` would: a graph that was exported with CPU tensors comes without the checks of `dense`."""
     used = [name for name in Call._fields[:_NUM_CALL_TENSORS] if getattr(call, name) is not None]
@@ -280,9 +314,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, learnable_sink, call: Call, launch_known: Optional[Callable]):
-        if launch_known is None:
-            return torch.ops.cute_fa.attention_forward.default(q, k, v, *_with_sink(call, learnable_sink))
-        return launch_known(q, k, v, call.softmax_scale)
+        if launch_known is not None:
+            return launch_known(q, k, v, call.softmax_scale)
+        call = _with_sink(call, learnable_sink)
+        if plain := call.plain:
+            return torch.ops.cute_fa.attention_plain.default(q, k, v, *plain)
+        return torch.ops.cute_fa.attention_forward.default(q, k, v, *call)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -348,7 +385,8 @@ def _run(q, k, v, call: Call):
 
 def _differentiable(q, k, v, *flat):
     call = Call(*flat)
-    return _Attention.apply(q, k, v, call.learnable_sink, call._replace(learnable_sink=None), None)
+    out, lse, *probs = _Attention.apply(q, k, v, call.learnable_sink, call._replace(learnable_sink=None), None)
+    return out, lse, *(probs or (q.new_empty(0),))
 
 
 define_composite("attention", ("q", "k", "v"), Call, returns=3, function=_differentiable)
@@ -361,6 +399,7 @@ define(
     cuda=_forward_cuda,
     fake=_forward_fake,
 )
+define("attention_plain", ("q", "k", "v"), Plain, returns=2, cpu=_plain_cpu, cuda=_plain_cuda, fake=_plain_fake)
 define(
     "attention_backward",
     ("dout", "dlse?", "q", "k", "v", "out", "lse"),

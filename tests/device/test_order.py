@@ -1,5 +1,6 @@
 """Tile orders against lists written out loop by loop, for plain ints and for Int32 inside a compiled host function."""
 
+import itertools
 import os
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # the DSL reads it once, on import
@@ -10,7 +11,7 @@ import torch
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_fa.device.order import HeadAfterHead, LongestFirst, heads_in_l2
+from cute_fa.device.order import HeadAfterHead, LongestFirst, heads_side_by_side
 
 GRIDS = [(blocks, heads, batch) for blocks in (1, 2, 3, 7) for heads in (1, 2, 3, 5, 8) for batch in (1, 2, 3)]
 SECTIONS = (1, 2, 3, 4, 7, 16, 100)
@@ -20,25 +21,53 @@ def head_after_head(num_blocks: int, num_heads: int, batch: int) -> list:
     return [(block, h, b) for b in range(batch) for h in range(num_heads) for block in range(num_blocks)]
 
 
-@pytest.mark.parametrize(
-    "key_bytes, seqlen_k, num_heads, batch, group, heads",
-    [
-        pytest.param(256, 16384, 32, 1, 1, 8, id="eight-of-4-MiB"),
-        pytest.param(256, 16385, 32, 1, 1, 7, id="seven-a-little-longer"),
-        pytest.param(512, 4096, 16, 4, 1, 16, id="sixteen-of-2-MiB"),
-        pytest.param(512, 4096, 3, 4, 1, 12, id="no-more-than-there-are"),
-        pytest.param(1024, 16384, 8, 1, 1, 4, id="four-of-16-MiB"),
-        pytest.param(512, 2**20, 8, 1, 1, 4, id="four-where-none-fits"),
-        pytest.param(512, 8192, 32, 1, 4, 32, id="groups-of-4-MiB"),
-        pytest.param(512, 32768, 32, 1, 4, 8, id="two-groups-of-16-MiB"),
-        pytest.param(512, 2**20, 64, 1, 64, 64, id="a-group-that-does-not-fit"),
-        pytest.param(1024, 1, 2**24, 127, 1, 32768, id="short-keys"),
-        pytest.param(1024, 2**31 - 1, 1, 1, 1, 4, id="the-longest"),
-    ],
-)
-def test_heads_whose_keys_and_values_fit_into_l2(key_bytes, seqlen_k, num_heads, batch, group, heads):
-    """32 MiB, but not less than four heads, which may be more than there are."""
-    assert heads_in_l2(key_bytes, seqlen_k, num_heads, batch, group) == heads
+# Bytes of a key and its value, keys, blocks of a head, query heads, sequences, group: heads of a section.
+WIDTHS = {
+    "eight-of-4-MiB": ((256, 16384, 86, 32, 1, 1), 8),
+    "four-of-8-MiB": ((512, 16384, 128, 16, 1, 1), 4),
+    "sixteen-of-2-MiB": ((512, 4096, 32, 16, 4, 1), 16),
+    "none-fits-but-512-tiles": ((1024, 16384, 128, 8, 1, 1), 4),
+    "half-fit-but-512-tiles": ((1024, 4096, 32, 8, 4, 1), 16),
+    "no-more-than-there-are": ((512, 4096, 32, 3, 4, 1), 12),
+    "even-where-the-last-would-be-narrow": ((384, 4096, 32, 16, 4, 1), 22),
+    "one-section-for-one-head-more": ((512, 1025, 9, 16, 4, 1), 64),
+    "even-where-no-number-divides": ((768, 4096, 32, 11, 4, 1), 15),
+    "whole-groups": ((512, 32768, 256, 32, 1, 4), 8),
+    "a-group-that-does-not-fit": ((512, 2**20, 8192, 64, 1, 64), 64),
+    "whole-groups-where-sections-are-even": ((512, 4096, 32, 24, 2, 3), 48),
+    "short-keys": ((1024, 1, 1, 2**24, 127, 1), 32768),
+    "the-longest": ((1024, 2**31 - 1, 2**24, 1, 1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("sizes, heads", WIDTHS.values(), ids=WIDTHS)
+def test_heads_side_by_side(sizes, heads):
+    """As many as have 32 MiB of keys and values, or 512 tiles where that is more; then evened out."""
+    assert heads_side_by_side(*sizes) == heads
+
+
+def test_sections_are_even_and_part_no_group():
+    for pairs_of_heads, group, seqlen_k in itertools.product((1, 5, 16, 21, 33, 96), (1, 3, 8), (100, 1025, 5000, 30000)):
+        num_heads, num_blocks = pairs_of_heads * group, -(-seqlen_k // 128)
+        width = heads_side_by_side(512, seqlen_k, num_blocks, num_heads, 1, group)
+        num_sections = -(-num_heads // width)
+        last = num_heads - (num_sections - 1) * width
+        assert width % group == 0, f"{width} heads, groups of {group}"
+        assert width - last < num_sections * group, f"{num_heads} heads in sections of {width}, groups of {group}"
+
+
+@cute.jit
+def write_width(out: cute.Tensor, seqlen_k: Int32, num_blocks: Int32, num_heads: Int32, batch: Int32, group: Int32):
+    out[0] = heads_side_by_side(384, seqlen_k, num_blocks, num_heads, batch, group)
+
+
+def test_widths_of_int32_are_those_of_ints():
+    out = torch.empty(1, dtype=torch.int32)
+    tensor = from_dlpack(out)
+    compiled = cute.compile(write_width, tensor, *map(Int32, (1, 1, 1, 1, 1)))
+    for sizes in itertools.product((1, 1025, 4096, 2**31 - 1), (1, 9, 2**20), (8, 2**20), (1, 7), (1, 8)):
+        compiled(tensor, *map(Int32, sizes))
+        assert out.item() == heads_side_by_side(384, *sizes), f"seqlen_k, blocks, heads, batch, group {sizes}"
 
 
 def longest_first(num_blocks: int, num_heads: int, batch: int, heads_per_section: int, is_last_longest: bool) -> list:

@@ -16,7 +16,8 @@ from cute_fa.ops import attention
 from cute_fa.ops.attention import Call
 from cute_fa.testing.plain import plain_attention
 
-ATTENTION = torch.ops.cute_fa.attention.default  # with gradients; made of the other two
+ATTENTION = torch.ops.cute_fa.attention.default  # with gradients; made of the others
+PLAIN_FORWARD = torch.ops.cute_fa.attention_plain.default
 FORWARD = torch.ops.cute_fa.attention_forward.default
 BACKWARD = torch.ops.cute_fa.attention_backward.default
 
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
         self.backwards, self.num_forwards = [], 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_forwards += function is FORWARD
+        self.num_forwards += function in (PLAIN_FORWARD, FORWARD)
         if function is BACKWARD:
             self.backwards.append(args)
         return function(*args, **(kwargs or {}))
@@ -111,6 +112,29 @@ def test_opcheck_forward(shapes, changes, dtype):
     """Schema, autograd registration, fake against real, and the traced backward with static and dynamic sizes."""
     torch.library.opcheck(ATTENTION, arguments(shapes, changes, dtype))
     torch.library.opcheck(FORWARD, arguments(shapes, changes, dtype, requires_grad=False))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 2)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_plain(dtype, window):
+    """It gives what the operator with all arguments gives."""
+    tensors = [torch.randn(shape).to(dtype) for shape in DENSE]
+    torch.library.opcheck(PLAIN_FORWARD, (*tensors, 0.4, *window))
+    call = PLAIN._replace(window_left=window[0], window_right=window[1])
+    wanted = FORWARD(*tensors, *call)
+    assert all(map(torch.equal, PLAIN_FORWARD(*tensors, 0.4, *window), wanted[:2])), "the same numbers"
+    found = ATTENTION(*tensors, *call)
+    assert all(map(torch.equal, found[:2], wanted[:2])) and found[2].shape == (0,), "and no probabilities"
+
+
+@pytest.mark.parametrize("changes", [{}, *({name: value} for name, value in {**EVERY_SCORE, **LENGTHS}.items())], ids=str)
+def test_which_calls_are_plain(changes):
+    """Those with nothing but a scale and a window, whether gradients are deterministic or not."""
+    call = PLAIN._replace(**changes, deterministic=True)
+    is_plain = set(changes) <= {"window_left", "window_right", "max_seqlen_q", "max_seqlen_k"}
+    assert (call.plain is not None) == is_plain
+    if is_plain:
+        assert call.plain == (0.4, call.window_left, call.window_right), "scale and window"
 
 
 @pytest.mark.parametrize("has_dlse", [False, True], ids=["no-dlse", "dlse"])
@@ -174,8 +198,10 @@ def test_cuda_tensors_reach_the_launch(monkeypatch):
     monkeypatch.setattr(attention.launch, "forward", lambda *arguments: given.append(arguments) or (out, lse))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)  # CPU tensors are on -1
     found = attention._forward_cuda(q, k, v, *PLAIN._replace(window_right=0))
-    assert given == [(q, k, v, 0.4, (None, 0, 0))], "tensors, scale and mask"
+    plain = attention._plain_cuda(q, k, v, 0.4, None, 0)
+    assert given == [(q, k, v, 0.4, (None, 0, 0))] * 2, "tensors, scale and mask"
     assert found[0] is out and found[1] is lse and found[2].shape == (0,), "what the launch gave"
+    assert plain[0] is out and plain[1] is lse and len(plain) == 2, "and that alone"
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, True)], ids=["all", "q", "kv"])
@@ -200,7 +226,7 @@ def test_cuda_gradients_reach_the_launch(dtype, needs, monkeypatch):
 
 
 def test_what_runs_on_cuda_tensors():
-    for name in ("attention_forward", "attention_backward"):
+    for name in ("attention_plain", "attention_forward", "attention_backward"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cute_fa::{name}", "CUDA"), f"{name} has kernels"
 
 
@@ -328,6 +354,16 @@ def test_compiled_dense_call_with_dynamic_lengths(frozen):
     assert FORWARD in targets and ATTENTION not in targets, "what runs has no autograd to go through"
     [node] = [node for graph in graphs for node in graph.graph.nodes if node.target is BACKWARD]
     assert node.args[7:11] == (*(name not in frozen for name in "qkv"), False), "asked for in the graph"
+
+
+def test_a_compiled_plain_call_runs_an_operator_of_few_arguments():
+    graphs = []
+    backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph.forward))
+    compiled = torch.compile(lambda *inputs: cute_fa.flash_attn_func(*inputs, causal=True), fullgraph=True, backend=backend)
+    inputs = [x.detach() for x in leaves(1, 5, 7)]
+    assert torch.equal(compiled(*inputs), cute_fa.flash_attn_func(*inputs, causal=True)), "compiled and eager"
+    [node] = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function" and "cute_fa" in str(node.target)]
+    assert node.target is PLAIN_FORWARD and node.args[3:] == (8**-0.5, None, 0), "scale and window"
 
 
 def varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -468,5 +504,8 @@ def test_operators_on_cuda_tensors_refuse_what_kernels_lack(name, monkeypatch):
     message = f"^q: expected a CPU tensor for a call that uses {name.split('-')[0]}, got"
     with pytest.raises(NotSupportedError, match=message):
         attention._forward_cuda(q, k, v, *call)
+    if call.plain:
+        with pytest.raises(NotSupportedError, match=message):
+            attention._plain_cuda(q, k, v, *call.plain)
     with pytest.raises(NotSupportedError, match=message):
         attention._backward_cuda(out, None, q, k, v, out, lse, True, True, True, False, *call)

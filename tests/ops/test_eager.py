@@ -16,6 +16,7 @@ from cute_fa.reference import dense as reference_dense
 from cute_fa.testing.plain import plain_attention
 
 DENSE = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
+FORWARDS = torch.ops.cute_fa.attention_plain.default, torch.ops.cute_fa.attention_forward.default
 
 
 def leaves():
@@ -30,7 +31,7 @@ class Operators(TorchDispatchMode):
         self.num_forwards, self.backwards = 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_forwards += function is torch.ops.cute_fa.attention_forward.default
+        self.num_forwards += function in FORWARDS
         if function is torch.ops.cute_fa.attention_backward.default:
             self.backwards.append(args)
         return function(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, epilogue, hopper, mma, register, scheduler, softmax, tma, view
-from cute_fa.device.order import heads_in_l2
+from cute_fa.device.order import heads_side_by_side
 from cute_fa.device.pipeline import CONSUMER, Ring
 from cute_fa.device.scheduler import TileSlots
 from cute_fa.device.smem import tile_layout
@@ -104,13 +104,14 @@ class ForwardKernel:
         _, seqlen_k, heads_kv, _ = k.shape
         group = num_heads // heads_kv
         key_bytes = (tile.head_dim + tile.head_dim_v) * self.dtype.width // 8
+        num_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         sizes = ForwardSizes(
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             num_heads=num_heads,
             batch=batch,
             group=group,
-            heads_per_section=heads_in_l2(key_bytes, seqlen_k, num_heads, batch, group),
+            heads_per_section=heads_side_by_side(key_bytes, seqlen_k, num_blocks, num_heads, batch, group),
             scale_log2=softmax_scale * softmax.LOG2_E,
         )
         layouts = self._smem_layouts()
