@@ -60,8 +60,8 @@ def heads_side_by_side(
     kv_heads = cutlass.min(L2_BYTES // key_bytes // seqlen_k, pairs // group)
     width = cutlass.max(cutlass.max(kv_heads, 1) * group, (SECTION_TILES + num_blocks - 1) // num_blocks)
     num_sections = cutlass.max((pairs + width // 2) // width, 1)
-    kv_heads_per_section = num_sections * group
-    return (pairs + kv_heads_per_section - 1) // kv_heads_per_section * group
+    one_of_each = num_sections * group  # pairs, if every section had one key-value head
+    return (pairs + one_of_each - 1) // one_of_each * group
 
 
 @dataclass(frozen=True)
