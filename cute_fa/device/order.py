@@ -50,25 +50,22 @@ class HeadAfterHead:
 def heads_side_by_side(
     key_bytes: int, seqlen_k: Index, num_blocks: Index, num_heads: Index, batch: Index, group: Index
 ) -> Index:
-    """How wide sections are: as many (head, batch) pairs as have K and V for L2, and enough tiles; all about equally wide,
-    because the last one of a few heads would end with long tiles.
+    """How wide sections are: as many (head, batch) pairs as have K and V for L2, and at least enough tiles.
 
     key_bytes: of a key and its value in one head. num_blocks: of a head. num_heads: query heads; `group` of them share a
     key-value head, and no section parts them.
     """
-    pairs = num_heads * batch
-    kv_heads = cutlass.min(L2_BYTES // key_bytes // seqlen_k, pairs // group)
-    width = cutlass.max(cutlass.max(kv_heads, 1) * group, (SECTION_TILES + num_blocks - 1) // num_blocks)
-    num_sections = cutlass.max((pairs + width // 2) // width, 1)
-    one_of_each = num_sections * group  # pairs, if every section had one key-value head
-    return (pairs + one_of_each - 1) // one_of_each * group
+    fitting = cutlass.min(L2_BYTES // key_bytes // seqlen_k, num_heads * batch // group)
+    tiles = num_blocks * group  # of a key-value head
+    return cutlass.max(fitting, (SECTION_TILES + tiles - 1) // tiles) * group
 
 
 @dataclass(frozen=True)
 class LongestFirst:
     """Sections of heads_per_section neighbouring (head, batch) pairs; in a section, longest blocks of all pairs first.
 
-    The last section may be narrower. heads_per_section is at least 1 and may exceed the number of pairs.
+    What is left of pairs is the last section's, too: a narrow one of its own would end with long tiles. heads_per_section
+    is at least 1 and may exceed the number of pairs.
     is_last_longest: known when the kernel is traced; True walks blocks downwards (forward: the last m-block sees the
         most keys), False upwards (backward: the first n-block is seen by the most queries).
     """
@@ -81,10 +78,13 @@ class LongestFirst:
 
     def locate(self, tile: Index) -> tuple[Index, Index, Index]:
         """(block, head, batch) of tile number `tile`, from 0 to num_blocks * num_heads * batch - 1."""
+        num_pairs = self.num_heads * self.batch
+        last_section = cutlass.max(num_pairs // self.heads_per_section, 1) - 1
         tiles_per_section = self.heads_per_section * self.num_blocks
-        section = tile // tiles_per_section
+        section = cutlass.min(tile // tiles_per_section, last_section)
         first_pair = section * self.heads_per_section
-        width = cutlass.min(self.heads_per_section, self.num_heads * self.batch - first_pair)
+        is_last = 1 - cutlass.min(last_section - section, 1)
+        width = self.heads_per_section + is_last * (num_pairs - first_pair - self.heads_per_section)
         tile_in_section = tile - section * tiles_per_section
         rank = tile_in_section // width
         pair = first_pair + tile_in_section - rank * width
