@@ -41,7 +41,7 @@ WIDTHS = {
 @pytest.mark.parametrize("sizes, heads", WIDTHS.values(), ids=WIDTHS)
 def test_heads_side_by_side(sizes, heads):
     """As many as have 32 MiB of keys and values, or 512 tiles where that is more."""
-    assert heads_side_by_side(*sizes) == heads
+    assert heads_side_by_side(*sizes) == heads, "heads of a section"
 
 
 def makespan(num_blocks: int, num_pairs: int, width: int) -> float:

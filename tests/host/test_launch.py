@@ -197,7 +197,7 @@ def test_nothing_is_an_empty_tensor_like_another(is_current, launched, monkeypat
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1 if is_current else 0)
     x = torch.zeros(3, 4, dtype=torch.float16)
     found = launch.nothing(x)
-    assert (found.shape, found.stride(), found.dtype, found.device) == ((0,), (1,), x.dtype, x.device)
+    assert (found.shape, found.stride(), found.dtype, found.device) == ((0,), (1,), x.dtype, x.device), "like x"
 
 
 def test_strides_of_results_are_those_of_torch(launched):
@@ -278,7 +278,7 @@ def test_a_counter_that_stays_is_of_another_thread(launched, monkeypatch):
     threads, make = [], launch._synchronized_zeros
     monkeypatch.setattr(launch, "_synchronized_zeros", lambda index: threads.append(get_ident()) or make(index))
     call(), call()
-    assert len(threads) == 1 and threads[0] != get_ident()
+    assert len(threads) == 1 and threads[0] != get_ident(), "made once, elsewhere"
 
 
 def test_every_launch_of_a_graph_has_a_counter(launched, monkeypatch):

@@ -132,7 +132,7 @@ def test_which_calls_are_plain(changes):
     """Those with nothing but a scale and a window, whether gradients are deterministic or not."""
     call = PLAIN._replace(**changes, deterministic=True)
     is_plain = set(changes) <= {"window_left", "window_right", "max_seqlen_q", "max_seqlen_k"}
-    assert (call.plain is not None) == is_plain
+    assert (call.plain is not None) == is_plain, "plain"
     if is_plain:
         assert call.plain == (0.4, call.window_left, call.window_right), "scale and window"
 
