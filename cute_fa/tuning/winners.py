@@ -54,12 +54,13 @@ class ForwardWinner:
 
 
 # Rows of one pair of head dims and mask: shorter sequences first. Where plans are within 2% of each other, which is what two
-# runs differ by, that one stays which serves other lengths too.
+# runs differ by, that one stays which serves other lengths too, unless another one was ahead in every run.
 FORWARD_WINNERS = (
     #             dim,   v, causal, seqlen, wgs, keys, q, kv, staged, turns, measured
     ForwardWinner( 64,  64,   True,   2048,   2,  128, 2,  3,   True,  True, "20261130T145818Z-tune"),
     ForwardWinner( 64,  64,   True,   None,   3,  128, 2,  2,   True,  True, "20261130T145818Z-tune"),
-    ForwardWinner( 64,  64,  False,   None,   3,  128, 2,  2,   True,  True, "20261130T145818Z-tune"),
+    ForwardWinner( 64,  64,  False,   8192,   3,  128, 2,  2,   True,  True, "20261130T145818Z-tune"),
+    ForwardWinner( 64,  64,  False,   None,   3,   96, 2,  3,   True,  True, "20261130T145818Z-tune"),
     ForwardWinner(128, 128,   True,   None,   2,  128, 2,  2,   True,  True, "20261130T145909Z-tune"),
     ForwardWinner(128, 128,  False,   None,   2,  128, 2,  2,   True,  True, "20261130T145909Z-tune"),
     ForwardWinner(256, 256,   True,   None,   2,   64, 1,  2,  False, False, "20261130T150002Z-tune"),
