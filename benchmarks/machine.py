@@ -55,7 +55,7 @@ def cuda_machine() -> Machine:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time(run: Run, num_calls: int) -> Slice:
-        run(num_calls)  # L2 and clock of the one before have gone, as far as this slice is long
+        run(num_calls)  # The first of them still find the L2 of the contestant before.
         start.record()
         run(num_calls)
         end.record()

@@ -279,6 +279,18 @@ def test_tensors_of_another_device():
     assert are_equal([x.to("cuda:0") for x in found], step(there, dout.to("cuda:0"))), "bitwise equal"
 
 
+def test_function_transforms():
+    """torch.func's gradients are autograd's, bit for bit where the order of sums is fixed."""
+    leaves, dout = qkv(seqlen=200)
+    call = partial(attention, causal=True, deterministic=True)
+    wanted = torch.autograd.grad(call(*leaves), leaves, dout)
+    inputs = [x.detach() for x in leaves]
+    _, pullback = torch.func.vjp(call, *inputs)
+    assert are_equal(pullback(dout), wanted), "vjp"
+    of_two = torch.func.vmap(call, in_dims=(0, None, None))(torch.stack((inputs[0], -inputs[0])), *inputs[1:])
+    assert are_equal(of_two, [call(x, *inputs[1:]) for x in (inputs[0], -inputs[0])]), "vmap"
+
+
 def test_autocast():
     """fp32 leaves get fp32 gradients, those of the call in the dtype of autocast."""
     leaves, dout = qkv(dtype=torch.float32)

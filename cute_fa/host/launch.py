@@ -193,13 +193,6 @@ def _empty_lse(device_index: int) -> torch.Tensor:
     return torch.empty((0, 0, 0), dtype=torch.float32, device=torch.device("cuda", device_index))
 
 
-def nothing(x) -> torch.Tensor:
-    """A new tensor (0,) with the dtype and on the device of x."""
-    if torch._C._cuda_getDevice() == x.get_device():
-        return _empty_strided((0,), (1,), x.dtype)
-    return x.new_empty(0)
-
-
 def _zeros(device_index: int) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=torch.device("cuda", device_index))
 

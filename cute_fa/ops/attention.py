@@ -243,7 +243,7 @@ def _forward_cpu(q, k, v, *flat):
 def _forward_cuda(q, k, v, *flat):
     call = Call(*flat)
     _require_kernels(q, call)
-    return (*launch.forward(q, k, v, call.softmax_scale, call.mask), launch.nothing(q))
+    return (*launch.forward(q, k, v, call.softmax_scale, call.mask), q.new_empty(0))
 
 
 def _plain_fake(q, k, v, *plain):

@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,15 @@ def test_a_whole_run(fake_run, capsys):
     assert rows[0]["config"] == "plan" and rows[3]["reason"] == "not causal", "what was measured, and why it was not"
     out = capsys.readouterr().out
     assert "all cells: cute_fa/peer 2.000 (1 cells)" in out, "the mean ratio over the cells that both have"
+
+
+@pytest.mark.parametrize("arguments, num_rounds", [((), 6), (("--rounds", "7"), 7)], ids=["suite", "asked-for"])
+def test_slices_and_rounds_of_a_suite(arguments, num_rounds, fake_run, monkeypatch):
+    file, given, take_turns = fake_run[0], [], subject.take_turns
+    monkeypatch.setitem(SUITES, "tiny", replace(TINY, slice_ms=3.0, num_rounds=6))
+    monkeypatch.setattr(subject, "take_turns", lambda *all_of: given.append(all_of[2:]) or take_turns(*all_of))
+    subject.main(["--suite", "tiny", "--direction", "fwd", "--output", str(file), "--commit", "abc", *arguments])
+    assert given == [(3.0, num_rounds)] * 2, "in each cell"
 
 
 def test_a_second_run_is_added(fake_run):

@@ -196,7 +196,6 @@ def test_cuda_tensors_reach_the_launch(monkeypatch):
     q, k, v = (torch.randn(shape) for shape in DENSE)
     given, out, lse = [], torch.randn(2, 5, 4, 6), torch.randn(2, 4, 5)
     monkeypatch.setattr(attention.launch, "forward", lambda *arguments: given.append(arguments) or (out, lse))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)  # CPU tensors are on -1
     found = attention._forward_cuda(q, k, v, *PLAIN._replace(window_right=0))
     plain = attention._plain_cuda(q, k, v, 0.4, None, 0)
     assert given == [(q, k, v, 0.4, (None, 0, 0))] * 2, "tensors, scale and mask"
@@ -315,6 +314,10 @@ def test_function_transforms():
     of_two = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None, None, None))(torch.stack((q, -q)), k, v, sink)
     for ours, queries in zip(of_two, (q, -q)):
         torch.testing.assert_close(ours, gradients(queries, k, v, sink)[0])
+    value, pullback = torch.func.vjp(loss, q, k, v, sink)
+    for ours, wanted in zip(pullback(torch.ones_like(value)), gradients(q, k, v, sink), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(torch.func.jacrev(loss)(q, k, v, sink), gradients(q, k, v, sink)[0])
 
 
 def leaves(batch, seqlen_q, seqlen_k):
