@@ -63,14 +63,14 @@ def fill(plan, folder: Path) -> Path:
 
 def key_of(plan) -> str:
     """A digest of everything that an object file depends on, the kind of CPU that its host code runs on included."""
-    parts = (source_digest(PACKAGE), repr(plan), OPTIONS, platform.machine(), *toolchain())
+    parts = (source_digest(PACKAGE, KERNEL_ROOMS), repr(plan), OPTIONS, platform.machine(), *toolchain())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @cache
-def source_digest(package: Path) -> str:
-    """A digest of the files in `package` that can change a kernel, as they are when it is first asked for."""
-    files = sorted(file for room in KERNEL_ROOMS for file in (package / room).rglob("*.py"))
+def source_digest(package: Path, rooms: tuple[str, ...]) -> str:
+    """A digest of the source files in these rooms of `package`, as they are when it is first asked for."""
+    files = sorted(file for room in rooms for file in (package / room).rglob("*.py"))
     contents = [(file.relative_to(package).as_posix(), file.read_bytes()) for file in files]
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 

@@ -22,7 +22,7 @@ from cute_fa.core.mask_spec import MaskSpec
 from cute_fa.core.problem import AttentionProblem, ScoreSpec
 from cute_fa.host import launch, support, validate
 from cute_fa.ops.eager import are_plain, is_eager, key_of
-from cute_fa.ops.library import autocast, define, define_composite
+from cute_fa.ops.library import REVISION, autocast, define, define_composite
 from cute_fa.reference import dense as reference_dense
 from cute_fa.reference import varlen as reference_varlen
 from cute_fa.reference.dense import ScoreTensors
@@ -380,7 +380,7 @@ def _run(q, k, v, call: Call):
     """out, lse and probs through operators. torch.func differentiates an autograd function, but not inside of an operator."""
     if maybe_current_level() is not None and not is_compiling():
         return _differentiable(q, k, v, *call)
-    return torch.ops.cute_fa.attention.default(q, k, v, *call)
+    return torch.ops.cute_fa.attention.default(q, k, v, *call, revision=REVISION)
 
 
 def _differentiable(q, k, v, *flat):

@@ -5,6 +5,8 @@ from typing import Optional, get_type_hints
 
 import torch
 
+from cute_fa.host.cache import PACKAGE, source_digest
+
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     Optional[torch.Tensor]: "Tensor?",
@@ -27,6 +29,10 @@ def schema_of(tensors, arguments: type, returns: int) -> str:
     return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
 
 
+# torch.compile's caches know an operator by name and arguments. A composite is called with this as an argument, so that no
+# graph is found that holds what an earlier version of it was made of.
+REVISION = int(source_digest(PACKAGE, ("ops",))[:12], 16)
+
 # Keeps registrations alive.
 _library = torch.library.Library("cute_fa", "FRAGMENT")
 
@@ -43,9 +49,13 @@ def define(name, tensors, arguments, returns, cpu, fake, cuda=None) -> None:
 
 def define_composite(name, tensors, arguments, returns, function) -> None:
     """Registers `cute_fa::name`, made of other operators: with their derivatives and fakes, and in compiled graphs they
-    stand in its place."""
-    _library.define(f"{name}{schema_of(tensors, arguments, returns)}")
-    _library.impl(name, function, "CompositeImplicitAutograd")
+    stand in its place. It also takes `revision`, for REVISION, which changes nothing."""
+
+    def without_revision(*given, revision=0):
+        return function(*given)
+
+    _library.define(f"{name}{schema_of(tensors, arguments, returns).replace(') ->', ', *, int revision=0) ->')}")
+    _library.impl(name, without_revision, "CompositeImplicitAutograd")
 
 
 def _without_autocast(function):

@@ -7,6 +7,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -512,3 +513,20 @@ def test_operators_on_cuda_tensors_refuse_what_kernels_lack(name, monkeypatch):
             attention._plain_cuda(q, k, v, *call.plain)
     with pytest.raises(NotSupportedError, match=message):
         attention._backward_cuda(out, None, q, k, v, out, lse, True, True, True, False, *call)
+
+
+def test_compiled_graphs_of_an_earlier_version_are_not_found(monkeypatch, tmp_path):
+    """torch.compile keeps graphs on disk by the names and arguments of the operators that were called."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tensors = [torch.randn(shape) for shape in DENSE]
+
+    def misses_and_hits():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(cute_fa.flash_attn_func, fullgraph=True)(*tensors)
+        found = counters["aot_autograd"]
+        return found["autograd_cache_miss"], found["autograd_cache_hit"]
+
+    assert [misses_and_hits(), misses_and_hits()] == [(1, 0), (0, 1)], "kept, and found again"
+    monkeypatch.setattr(attention, "REVISION", attention.REVISION + 1)
+    assert misses_and_hits() == (1, 0), "not the graph of other sources"
