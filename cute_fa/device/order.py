@@ -24,13 +24,9 @@ Index = int | Int32
 # What K and V of a section's heads should not exceed, of the 50 MB that an H100 or H200 has for everything.
 # PERF: causal, head_dim 64, 16384 tokens: 8 heads side by side, which have 32 MiB of K and V, take 9% less time than 32, and
 # 16 take 6% less. head_dim 128, 4096 tokens: 16 heads, 32 MiB, take 4% less than 32 (H200, 2026-11-30,
-# 20261130T143542Z-tune and 20261130T143635Z-tune).
+# 20261130T143542Z-tune and 20261130T143635Z-tune). 16, 20 and 24 MiB are within 0.5% of 32 in the mean of nine shapes, 48 MiB
+# take 3% longer in that of six (benchmarks/results/NOTES.md).
 L2_BYTES = 32 * 2**20
-
-# What a section should have of tiles all the same: about four for each SM.
-# PERF: causal, head_dim 256, 16384 tokens: 256 tiles, which are 2 heads, take 1 to 7% longer than 512 or 1024 (H200,
-# 2026-11-30, benchmarks/results/NOTES.md).
-SECTION_TILES = 512
 
 
 @dataclass(frozen=True)
@@ -47,17 +43,14 @@ class HeadAfterHead:
         return tile - pair * self.num_blocks, pair - batch_idx * self.num_heads, batch_idx
 
 
-def heads_side_by_side(
-    key_bytes: int, seqlen_k: Index, num_blocks: Index, num_heads: Index, batch: Index, group: Index
-) -> Index:
-    """How wide sections are: as many (head, batch) pairs as have K and V for L2, and at least enough tiles.
+def heads_side_by_side(key_bytes: int, seqlen_k: Index, num_heads: Index, batch: Index, group: Index) -> Index:
+    """How wide sections are: as many (head, batch) pairs as have K and V for L2.
 
-    key_bytes: of a key and its value in one head. num_blocks: of a head. num_heads: query heads; `group` of them share a
-    key-value head, and no section parts them.
+    key_bytes: of a key and its value in one head. num_heads: query heads; `group` of them share a key-value head, and no
+    section parts them.
     """
     fitting = cutlass.min(L2_BYTES // key_bytes // seqlen_k, num_heads * batch // group)
-    tiles = num_blocks * group  # of a key-value head
-    return cutlass.max(fitting, (SECTION_TILES + tiles - 1) // tiles) * group
+    return cutlass.max(fitting, 1) * group
 
 
 @dataclass(frozen=True)

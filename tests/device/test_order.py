@@ -22,25 +22,22 @@ def head_after_head(num_blocks: int, num_heads: int, batch: int) -> list:
     return [(block, h, b) for b in range(batch) for h in range(num_heads) for block in range(num_blocks)]
 
 
-# Bytes of a key and its value, keys, blocks of a head, query heads, sequences, group: heads of a section.
+# Bytes of a key and its value, keys, query heads, sequences, group: heads of a section.
 WIDTHS = {
-    "eight-of-4-MiB": ((256, 16384, 86, 32, 1, 1), 8),
-    "seven-a-little-longer": ((256, 16385, 86, 32, 1, 1), 7),
-    "sixteen-of-2-MiB": ((512, 4096, 32, 16, 4, 1), 16),
-    "two-fit-but-512-tiles": ((1024, 16384, 128, 8, 1, 1), 4),
-    "512-tiles-at-least": ((1024, 4096, 33, 8, 4, 1), 16),
-    "more-than-there-are-for-512-tiles": ((512, 4096, 32, 3, 4, 1), 16),
-    "whole-groups": ((512, 32768, 256, 32, 1, 4), 8),
-    "whole-groups-for-512-tiles": ((1024, 32768, 256, 30, 1, 3), 3),
-    "a-group-that-does-not-fit": ((512, 2**20, 8192, 64, 1, 64), 64),
-    "short-keys": ((1024, 1, 1, 2**24, 127, 1), 32768),
-    "the-longest": ((1024, 2**31 - 1, 2**24, 1, 1, 1), 1),
+    "eight-of-4-MiB": ((256, 16384, 32, 1, 1), 8),
+    "seven-a-little-longer": ((256, 16385, 32, 1, 1), 7),
+    "of-two-sequences": ((512, 4096, 9, 4, 1), 16),
+    "all-that-there-are": ((512, 4096, 3, 4, 1), 12),
+    "whole-groups": ((512, 32768, 32, 1, 4), 8),
+    "a-group-that-does-not-fit": ((512, 2**20, 64, 1, 64), 64),
+    "short-keys": ((1024, 1, 2**24, 127, 1), 32768),
+    "the-longest": ((1024, 2**31 - 1, 1, 1, 1), 1),
 }
 
 
 @pytest.mark.parametrize("sizes, heads", WIDTHS.values(), ids=WIDTHS)
 def test_heads_side_by_side(sizes, heads):
-    """As many as have 32 MiB of keys and values, or 512 tiles where that is more."""
+    """As many as have 32 MiB of keys and values."""
     assert heads_side_by_side(*sizes) == heads, "heads of a section"
 
 
@@ -53,28 +50,28 @@ def makespan(num_blocks: int, num_pairs: int, width: int) -> float:
     return max(free)
 
 
-@pytest.mark.parametrize("key_bytes", [256, 512, 768])
-def test_sections_cost_no_balance(key_bytes):
+@pytest.mark.parametrize("key_bytes", [256, 512, 768, 1024])
+def test_sections_cost_little_balance(key_bytes):
     """All heads side by side are the most that order can balance."""
     for seqlen, batch, num_heads in itertools.product((1025, 4097, 16384), (1, 4), (8, 11, 21)):
         num_blocks, pairs = -(-seqlen // 128), num_heads * batch
-        width = heads_side_by_side(key_bytes, seqlen, num_blocks, num_heads, batch, 1)
+        width = heads_side_by_side(key_bytes, seqlen, num_heads, batch, 1)
         loss = makespan(num_blocks, pairs, width) / makespan(num_blocks, pairs, pairs) - 1
-        assert loss < 0.025, f"{loss:.1%} with {width} of {pairs} heads, {seqlen} tokens"
+        assert loss < 0.035, f"{loss:.1%} with {width} of {pairs} heads, {seqlen} tokens"
 
 
 @cute.jit
-def write_width(out: cute.Tensor, seqlen_k: Int32, num_blocks: Int32, num_heads: Int32, batch: Int32, group: Int32):
-    out[0] = heads_side_by_side(384, seqlen_k, num_blocks, num_heads, batch, group)
+def write_width(out: cute.Tensor, seqlen_k: Int32, num_heads: Int32, batch: Int32, group: Int32):
+    out[0] = heads_side_by_side(384, seqlen_k, num_heads, batch, group)
 
 
 def test_widths_of_int32_are_those_of_ints():
     out = torch.empty(1, dtype=torch.int32)
     tensor = from_dlpack(out)
-    compiled = cute.compile(write_width, tensor, *map(Int32, (1, 1, 1, 1, 1)))
-    for sizes in itertools.product((1, 1025, 4096, 2**31 - 1), (1, 9, 2**20), (8, 2**20), (1, 7), (1, 8)):
+    compiled = cute.compile(write_width, tensor, *map(Int32, (1, 1, 1, 1)))
+    for sizes in itertools.product((1, 1025, 4096, 2**31 - 1), (8, 2**20), (1, 7), (1, 8)):
         compiled(tensor, *map(Int32, sizes))
-        assert out.item() == heads_side_by_side(384, *sizes), f"seqlen_k, blocks, heads, batch, group {sizes}"
+        assert out.item() == heads_side_by_side(384, *sizes), f"seqlen_k, heads, batch, group {sizes}"
 
 
 def longest_first(num_blocks: int, num_heads: int, batch: int, heads_per_section: int, is_last_longest: bool) -> list:

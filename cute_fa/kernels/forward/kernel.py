@@ -104,14 +104,13 @@ class ForwardKernel:
         _, seqlen_k, heads_kv, _ = k.shape
         group = num_heads // heads_kv
         key_bytes = (tile.head_dim + tile.head_dim_v) * self.dtype.width // 8
-        num_blocks = cute.ceil_div(seqlen_q, tile.tile_m)
         sizes = ForwardSizes(
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             num_heads=num_heads,
             batch=batch,
             group=group,
-            heads_per_section=heads_side_by_side(key_bytes, seqlen_k, num_blocks, num_heads, batch, group),
+            heads_per_section=heads_side_by_side(key_bytes, seqlen_k, num_heads, batch, group),
             scale_log2=softmax_scale * softmax.LOG2_E,
         )
         layouts = self._smem_layouts()

@@ -31,8 +31,8 @@ def load_tiles(
     """Run by one whole warp, from the first tile to the last.
 
     Blocks of keys go from right to left. K comes before Q, so that it is fetched while Q's buffer is still in use, and
-    V(j + 1) after K(j), in the order of use. The next tile is asked for when a tile begins, and posted behind its last V.
-    A tile that failed is posted again before another one; behind the last tile, when all are done that are under way.
+    V(j + 1) after K(j), in the order of use. The next tile is asked for before the last K and posted behind the last V. A
+    tile that failed is posted again before another one; behind the last tile, when all are done that are under way.
 
     SYNC: no memory that others write is touched, and no tile given to the warps that store, before the kernels in front of
     this one are done (programmatic dependent launch). The next kernel may be set up once every CTA has its last tile.
@@ -59,25 +59,27 @@ def load_tiles(
     while m_block >= 0:
         num_n_blocks = cutlass.max(band.n_blocks(m_block)[1], 1)  # one masked block where no key is visible
         head_kv = head // sizes.group
-        if failed < 0:
-            asked = scheduler.next_tile(gmem.counter, num_ctas, lane)
         gK, gV = tKgK[None, None, head_kv, batch_idx], tVgV[None, None, head_kv, batch_idx]
-        tma.load(atoms.k, gK[None, num_n_blocks - 1], tKsK, pipes.k, k_state.index, k_state.phase, k_bytes)
-        k_state.advance()
-        tma.load(atoms.q, tQgQ[None, m_block, head, batch_idx], tQsQ, pipes.q, q_state.index, q_state.phase, q_bytes)
-        q_state.advance()
-        for i in cutlass.range(1, num_n_blocks, unroll=1):
+        gQ = tQgQ[None, m_block, head, batch_idx]
+        for i in cutlass.range(num_n_blocks, unroll=1):
+            # PERF: asked for when its own tile begins, a CTA with a long one gets the next as early as others do. Causal,
+            # head_dim 256, 16384 tokens: 3% less (H200, 2026-11-30, benchmarks/results/NOTES.md).
+            if i == num_n_blocks - 1 and failed < 0:
+                asked = scheduler.next_tile(gmem.counter, num_ctas, lane)
             tma.load(atoms.k, gK[None, num_n_blocks - 1 - i], tKsK, pipes.k, k_state.index, k_state.phase, k_bytes)
             k_state.advance()
-            tma.load(atoms.v, gV[None, num_n_blocks - i], tVsV, pipes.v, v_state.index, v_state.phase, v_bytes)
-            v_state.advance()
+            if i == 0:
+                tma.load(atoms.q, gQ, tQsQ, pipes.q, q_state.index, q_state.phase, q_bytes)
+                q_state.advance()
+            else:
+                tma.load(atoms.v, gV[None, num_n_blocks - i], tVsV, pipes.v, v_state.index, v_state.phase, v_bytes)
+                v_state.advance()
         next_tile = cute.arch.shuffle_sync(asked, 0)
         failed = scheduler.failed_tile(pipes.tiles, slot.index, slot.phase, lane, Int32(1))
         next_tile = register.select(failed < 0, next_tile, failed)
-        m_block, head, next_batch_idx = scheduler.locate(order, num_tiles, next_tile)
+        m_block, head, batch_idx = scheduler.locate(order, num_tiles, next_tile)
         tma.load(atoms.v, gV[None, 0], tVsV, pipes.v, v_state.index, v_state.phase, v_bytes)
         v_state.advance()
-        batch_idx = next_batch_idx
         if m_block < 0:
             cute.arch.griddepcontrol_launch_dependents()
             failed = scheduler.failed_tile(pipes.tiles, slot.index, slot.phase, lane, Int32(scheduler.NUM_SLOTS))
