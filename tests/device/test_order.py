@@ -50,14 +50,14 @@ def makespan(num_blocks: int, num_pairs: int, width: int) -> float:
     return max(free)
 
 
-@pytest.mark.parametrize("key_bytes", [256, 512, 768, 1024])
-def test_sections_cost_little_balance(key_bytes):
+@pytest.mark.parametrize("key_bytes, bound", [(256, 0.005), (512, 0.01), (768, 0.025), (1024, 0.035)])
+def test_sections_cost_little_balance(key_bytes, bound):
     """All heads side by side are the most that order can balance."""
     for seqlen, batch, num_heads in itertools.product((1025, 4097, 16384), (1, 4), (8, 11, 21)):
         num_blocks, pairs = -(-seqlen // 128), num_heads * batch
         width = heads_side_by_side(key_bytes, seqlen, num_heads, batch, 1)
         loss = makespan(num_blocks, pairs, width) / makespan(num_blocks, pairs, pairs) - 1
-        assert loss < 0.035, f"{loss:.1%} with {width} of {pairs} heads, {seqlen} tokens"
+        assert loss < bound, f"{loss:.1%} with {width} of {pairs} heads, {seqlen} tokens"
 
 
 @cute.jit

@@ -62,8 +62,8 @@ def load_tiles(
         gK, gV = tKgK[None, None, head_kv, batch_idx], tVgV[None, None, head_kv, batch_idx]
         gQ = tQgQ[None, m_block, head, batch_idx]
         for i in cutlass.range(num_n_blocks, unroll=1):
-            # PERF: asked for when its own tile begins, a CTA with a long one gets the next as early as others do. Causal,
-            # head_dim 256, 16384 tokens: 3% less (H200, 2026-11-30, benchmarks/results/NOTES.md).
+            # PERF: asked for here and not when a tile begins, tiles go to CTAs in the order in which these get free. Causal,
+            # head_dim 256, 16384 tokens: 3% less time (H200, 2026-11-30, benchmarks/results/NOTES.md).
             if i == num_n_blocks - 1 and failed < 0:
                 asked = scheduler.next_tile(gmem.counter, num_ctas, lane)
             tma.load(atoms.k, gK[None, num_n_blocks - 1 - i], tKsK, pipes.k, k_state.index, k_state.phase, k_bytes)
