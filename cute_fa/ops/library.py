@@ -17,15 +17,16 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema_of(tensors, arguments: type, returns: int) -> str:
+def schema_of(tensors, arguments: type, returns: int, keywords: tuple[str, ...] = ()) -> str:
     """The schema of an operator that takes `tensors` (names; "x?" is optional, "x!" is written to), then the fields of the
-    NamedTuple class `arguments`, and returns that many tensors."""
+    NamedTuple class `arguments`, then `keywords`, written as in a schema, and returns that many tensors."""
     parts = []
     for index, name in enumerate(tensors):
         kind = "Tensor?" if name.endswith("?") else f"Tensor({chr(97 + index)}!)" if name.endswith("!") else "Tensor"
         parts.append(f"{kind} {name.rstrip('?!')}")
     hints = get_type_hints(arguments)
     parts += [f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in arguments._fields]
+    parts += ["*", *keywords] if keywords else []
     return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
 
 
@@ -54,7 +55,7 @@ def define_composite(name, tensors, arguments, returns, function) -> None:
     def without_revision(*given, revision=0):
         return function(*given)
 
-    _library.define(f"{name}{schema_of(tensors, arguments, returns).replace(') ->', ', *, int revision=0) ->')}")
+    _library.define(f"{name}{schema_of(tensors, arguments, returns, ('int revision=0',))}")
     _library.impl(name, without_revision, "CompositeImplicitAutograd")
 
 

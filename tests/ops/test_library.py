@@ -34,6 +34,11 @@ def test_written_tensors_have_aliases_of_their_own():
     assert schema_of(("a!", "b!"), Empty, returns=1) == "(Tensor(a!) a, Tensor(b!) b) -> (Tensor)", "two alias sets"
 
 
+def test_schema_with_a_keyword():
+    wanted = "(Tensor x, float factor, *, int n=0) -> (Tensor)"
+    assert schema_of(("x",), Factor, returns=1, keywords=("int n=0",)) == wanted, "behind the rest, by name only"
+
+
 def test_unknown_kinds_are_refused():
     class Unknown(NamedTuple):
         name: str
