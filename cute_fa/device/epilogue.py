@@ -86,7 +86,7 @@ def store_direct(acc: cute.Tensor, factors: cute.Tensor, out: cute.Tensor, place
         for group in cutlass.range_constexpr(cute.size(acc) // 16):
             i = 16 * group + 2 * r
             words = [pack_pair(acc[i + 4 * y] * factors[r], acc[i + 4 * y + 1] * factors[r], dtype) for y in range(4)]
-            _store_16_bytes(base + 64 * group, transpose_quad(words, is_odd, is_high), Int32(32 * group < width))
+            store_16_bytes(base + 64 * group, transpose_quad(words, is_odd, is_high), Int32(32 * group < width))
 
 
 def transpose_quad(words, is_odd, is_high):
@@ -104,7 +104,7 @@ def transpose_quad(words, is_odd, is_high):
     return words
 
 
-def _store_16_bytes(address, words, is_inside):
+def store_16_bytes(address, words, is_inside):
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r5}, 0; @p st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }",
         read_only_args=[address, *words, is_inside],

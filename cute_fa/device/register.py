@@ -43,6 +43,13 @@ def words_of(fragment):
     return cute.make_tensor(cute.recast_tensor(fragment, Int32).iterator, cute.make_layout(cute.size(fragment) // 2))
 
 
+def transpose_8x8(word: Int32) -> Int32:
+    """Run by a whole warp: transposes 8x8 numbers of 16 bits, of which lane has row lane / 4, columns 2 (lane % 4) and the next."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
 def multiply_pairs(a, b, dtype) -> Int32:
     """Elementwise product of two pairs of 16-bit numbers."""
     return cute.arch.inline_ptx(f"mul.rn.{_PAIR[dtype]} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b])
@@ -59,6 +66,15 @@ def hold(value: Float32, scratch):
         "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p st.volatile.shared.u32 [{$r1}], {$r2}; }",
         read_only_args=[value, scratch.toint(), Int32(0)],
     )
+
+
+def opaque(value: Int32) -> Int32:
+    """The same value, of which the compiler knows nothing.
+
+    WORKAROUND(ptxas, 13.4): what is made of a value that a loop does not change is made before the loop, and registers hold it
+    throughout, where there are none to spare (spills).
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def quad_max(value: Float32) -> Float32:

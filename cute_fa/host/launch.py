@@ -93,48 +93,56 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     inputs: q, k, v. results: out, lse, what `forward` gave for them. gradients: dout, like out with any strides, and dlse,
     like lse with any strides, or None. needs: three bools, at least one is True; where one is False the gradient is None.
     Takes workspace: an fp32 accumulator of dq where that is needed, padded to blocks of queries and to the compiled head_dim;
-    two fp32 numbers a query; and where the order is fixed, one int32 a block.
+    two fp32 numbers a query; and one or two int32 a block of queries. The caller's device need not be current.
     """
-    q, k, v = inputs
-    device_index = q.get_device()
-    if torch._C._cuda_getDevice() != device_index:
-        with torch.cuda.device(device_index):
-            return backward(inputs, results, gradients, softmax_scale, mask, is_deterministic, needs)
-    (out, lse), (dout, dlse) = results, gradients
-    tensors = q, k, v, out, dout
+    q = inputs[0]
+    tensors = *inputs, results[0], gradients[0]
     shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
-    plan, kernels, has_tma_strides = _prepare_backward(q.dtype, mask, shapes, strides, is_deterministic, needs)
-    dq, dk, dv = (x.new_empty(x.shape) if needed else None for x, needed in zip(inputs, needs))
-    if plan is None:
-        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
-    if not has_tma_strides or any(x.data_ptr() % TMA_ALIGNMENT_BYTES for x in tensors):
-        q, k, v, out, dout = _as_tma_reads(tensors)
-    tile_m, head_dim = plan.tile.tile_m, plan.tile.head_dim
-    num_blocks = q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m)
-    fp32 = {"dtype": torch.float32, "device": q.device}
-    statistics = torch.empty((num_blocks, 2, tile_m), **fp32)
-    accumulator = torch.zeros((num_blocks, tile_m * head_dim), **fp32) if plan.needs_dq else None
-    semaphores = torch.zeros(num_blocks + 1, dtype=torch.int32, device=q.device) if plan.is_deterministic else None
-    has_dlse = dlse is not None
-    before, main, *after = kernels
-    before(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics)
-    main((q, k, v), dout, statistics, accumulator, (dk, dv), semaphores, softmax_scale)
-    for kernel in after:
-        kernel(accumulator, dq, softmax_scale)
-    return dq, dk, dv
+    launch = _backward_launch(q.get_device(), q.dtype, mask, shapes, strides, is_deterministic, needs)
+    return launch(tensors, results[1], gradients[1], softmax_scale)
 
 
 @lru_cache(maxsize=4096)
-def _prepare_backward(dtype, mask: tuple, shapes: tuple, strides: tuple, is_deterministic: bool, needs: tuple):
-    """(plan, its kernel between the one before it and the one after it, which only dq needs, whether TMA takes the
-    strides as they are); plan None where there is no pair to score."""
+def _backward_launch(
+    device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple, is_deterministic: bool, needs: tuple
+) -> Callable:
+    """`backward` of all calls with these shapes and strides: (q k v out dout, lse, dlse, softmax_scale) -> dq, dk, dv."""
     q_shape, _, v_shape, *_ = shapes
+    batch, seqlen_q, heads_q, _ = q_shape
+    num_sms = sm_count(device_index)
+    gradient_facts = [(*_contiguous(*shape), dtype) if needed else None for shape, needed in zip(shapes, needs)]
     has_tma_strides = _all_have_tma_strides(dtype, shapes, strides)
-    if 0 in q_shape or 0 in v_shape:
-        return None, (), has_tma_strides
-    plan, before, after = backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
-    kernels = tuple(map(cache.load, (before, plan, after) if plan.needs_dq else (before, plan)))
-    return plan, kernels, has_tma_strides
+    kernels = None  # where there is no pair to score
+    if 0 not in q_shape and 0 not in v_shape:
+        plan, before, after = backward_plans(problem_of(dtype, q_shape, v_shape, mask, is_deterministic), needs)
+        kernels = tuple(map(cache.load, (before, plan, after) if plan.needs_dq else (before, plan)))
+        num_heads, tile_m = batch * heads_q, plan.tile.tile_m
+        num_blocks = num_heads * -(-seqlen_q // tile_m)
+        statistics_facts = *_contiguous(num_blocks, 2, tile_m), torch.float32
+        accumulator_facts = *_contiguous(num_blocks, tile_m * plan.tile.head_dim), torch.float32
+        counters_facts = *_contiguous(plan.num_counters(num_heads, num_blocks, num_sms)), torch.int32
+
+    def launch(tensors, lse, dlse, softmax_scale: float):
+        if torch._C._cuda_getDevice() != device_index:
+            with torch.cuda.device(device_index):
+                return launch(tensors, lse, dlse, softmax_scale)
+        gradients = tuple(facts and _empty_strided(*facts) for facts in gradient_facts)
+        if kernels is None:
+            return tuple(x if x is None else x.zero_() for x in gradients)
+        if not has_tma_strides or any(x.data_ptr() % TMA_ALIGNMENT_BYTES for x in tensors):
+            tensors = _as_tma_reads(tensors)
+        *inputs, out, dout = tensors
+        before, main, *after = kernels
+        statistics, counters = _empty_strided(*statistics_facts), _empty_strided(*counters_facts)
+        accumulator = _empty_strided(*accumulator_facts) if after else None
+        has_dlse = dlse is not None
+        before(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics, (accumulator, counters))
+        main(tuple(inputs), dout, statistics, accumulator, counters, gradients, softmax_scale, num_sms)
+        for kernel in after:
+            kernel(accumulator, counters, gradients[0], softmax_scale, num_sms)
+        return gradients
+
+    return launch
 
 
 def _as_tma_reads(tensors) -> list:

@@ -105,10 +105,6 @@ class DqTile:
         """Whether the product is dQ^T = K^T dS^T instead of dQ = dS K, so that each warpgroup has 64 columns of the head."""
         return not self.has_p_in_smem and self.head_dim == 128
 
-    @property
-    def smem_bytes(self) -> int:
-        return _buffer_bytes(1, self.tile_m, self.head_dim)
-
 
 @dataclass(frozen=True)
 class BackwardTile:
@@ -135,16 +131,23 @@ class BackwardTile:
         return DqTile(self.head_dim, self.tile_m, self.has_p_in_smem)
 
     @property
+    def has_room_for_both(self) -> bool:
+        """Whether the buffers of dS and P hold dV and dK, which leave through them, at the same time."""
+        rows_of_ds = BACKWARD_STAGES * self.tile_m * (1 + self.has_p_in_smem)
+        return self.head_dim + self.head_dim_v <= rows_of_ds
+
+    @property
     def smem_bytes(self) -> int:
-        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta and mbarriers, with room for a word."""
+        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta, mbarriers and tiles."""
         k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
         q, do = (_buffer_bytes(BACKWARD_STAGES, self.tile_m, dim) for dim in (self.head_dim, self.head_dim_v))
         ds = _buffer_bytes(BACKWARD_STAGES, self.tile_m, self.tile_n)
         p = ds if self.has_p_in_smem else 0
         dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
         statistics = 2 * BACKWARD_STAGES * self.tile_m * FP32_BYTES
-        barriers = (2 * 1 + 2 * BACKWARD_STAGES) * 2 * MBARRIER_BYTES
-        return k + v + q + do + ds + p + dq + _align(statistics + barriers)
+        barriers = (2 * 1 + 2 * BACKWARD_STAGES + 2) * 2 * MBARRIER_BYTES
+        tiles = 16 * FP32_BYTES
+        return k + v + q + do + ds + p + dq + _align(statistics + barriers + tiles)
 
     @property
     def registers_per_thread(self) -> int:

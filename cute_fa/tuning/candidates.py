@@ -89,6 +89,6 @@ def _backward_variants() -> list[BackwardPlan]:
 
 def _plans_around(main: list[BackwardPlan]) -> list[PreprocessPlan | PostprocessPlan]:
     """Of the kernels before and after these, each once."""
-    before = {PreprocessPlan(plan.dtype, plan.tile.head_dim_v): None for plan in main}
+    before = {PreprocessPlan(plan.dtype, plan.tile.head_dim_v, plan.needs_dq): None for plan in main}
     after = {PostprocessPlan(plan.dtype, plan.tile.dq): None for plan in main}
     return [*before, *after]

@@ -82,7 +82,7 @@ def backward_plans(
 ) -> tuple[BackwardPlan, PreprocessPlan, PostprocessPlan]:
     """The plans of a whole backward call: the main kernel, the one before and the one after it, which only dq needs."""
     plan = backward_plan(problem, needs)
-    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v), PostprocessPlan(plan.dtype, plan.tile.dq)
+    return plan, PreprocessPlan(plan.dtype, plan.tile.head_dim_v, plan.needs_dq), PostprocessPlan(plan.dtype, plan.tile.dq)
 
 
 def build_backward_plan(
@@ -111,6 +111,7 @@ def build_backward_plan(
         needs_dk=needs_dk,
         needs_dv=needs_dv,
         heads_per_section=4 if is_causal else 1,
+        is_shortest_first=is_causal and is_deterministic and needs_dq,
     )
 
 

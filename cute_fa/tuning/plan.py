@@ -65,6 +65,7 @@ class BackwardPlan:
     schedule: order of one step, words of `tuning/schedule.py`.
     has_16bit_ds: dS = P (dP - delta) is computed on 16-bit numbers, which takes fewer registers and rounds more.
     heads_per_section: under a causal mask, how many query heads run side by side (`device/order.py`).
+    is_shortest_first: in a section, blocks of keys from the last one, which the fewest queries see, to the first.
     """
 
     dtype: str
@@ -77,6 +78,15 @@ class BackwardPlan:
     needs_dk: bool
     needs_dv: bool
     heads_per_section: int
+    is_shortest_first: bool
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.needs_dq, self.needs_dk, self.needs_dv
+
+    def num_counters(self, num_heads: int, num_blocks: int, num_ctas: int) -> int:
+        """Words of `kernels/backward/counters.py`. num_heads: query heads of all batches. num_blocks: of queries, of all heads."""
+        return 1 + num_heads + 2 * num_ctas + self.is_deterministic * num_blocks
 
     @property
     def needs_ds(self) -> bool:
@@ -86,7 +96,7 @@ class BackwardPlan:
     def name(self) -> str:
         """Such as backward-d128-bf16-causal-m64n128; the gradients where not all are needed."""
         needed = [name for name in ("dq", "dk", "dv") if getattr(self, f"needs_{name}")]
-        words = ["deterministic"] * self.is_deterministic + (needed if len(needed) < 3 else [])
+        words = ["deterministic"] * self.is_deterministic + ["shortest"] * self.is_shortest_first + (needed if len(needed) < 3 else [])
         return "-".join([_name("backward", self), *words])
 
     @property
@@ -103,36 +113,34 @@ class BackwardPlan:
 
 @dataclass(frozen=True)
 class PreprocessPlan:
-    """The kernel before the main one: delta, and lse in units of log2. dtype: of out and dout."""
+    """The kernel before the main one: delta, and lse in units of log2; zeros for dQ if needs_dq. dtype: of out and dout."""
 
     dtype: str
     head_dim_v: int
+    needs_dq: bool
 
     smem_bytes = 0
     required_opcodes = ()
 
     @property
     def name(self) -> str:
-        return f"preprocess-d{self.head_dim_v}-{SHORT_DTYPES[self.dtype]}"
+        return f"preprocess-d{self.head_dim_v}-{SHORT_DTYPES[self.dtype]}" + "-zeros" * self.needs_dq
 
 
 @dataclass(frozen=True)
 class PostprocessPlan:
-    """The kernel after the main one: dq from its fp32 accumulator. dtype: of dq."""
+    """The kernel after the main one: dq from its fp32 accumulator, of blocks that it left. dtype: of dq."""
 
     dtype: str
     tile: DqTile
 
-    required_opcodes = ("STSM", "UTMASTG")
+    smem_bytes = 0
+    required_opcodes = ()
 
     @property
     def name(self) -> str:
         kind = "-shared" * self.tile.has_p_in_smem
         return f"postprocess-d{self.tile.head_dim}-{SHORT_DTYPES[self.dtype]}-m{self.tile.tile_m}{kind}"
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.tile.smem_bytes
 
 
 Plan = ForwardPlan | BackwardPlan | PreprocessPlan | PostprocessPlan

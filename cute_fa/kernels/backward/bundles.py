@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cute_fa.device import mma
+from cute_fa.device import mma, register
 from cute_fa.device.band import Band
 from cute_fa.device.order import HeadAfterHead, LongestFirst
 from cute_fa.device.pipeline import Ring
+from cute_fa.kernels.backward.counters import Counters
+from cute_fa.kernels.backward.tiles import Place, TileSlots
 from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, BackwardTile, DqTile
 from cute_fa.tuning.plan import BackwardPlan
+
+_TILES_SIDE_BY_SIDE = 128  # about as many as there are SMs
+
 
 @dataclass(frozen=True)
 class BackwardGmem:
@@ -23,8 +28,8 @@ class BackwardGmem:
     mQ, mdO: (seqlen_q, dim, heads_q, batch). mK, mV, mdK, mdV: (seqlen_k, dim, heads_kv, batch).
     Of each block of queries, numbered by `BackwardSizes.first_block`:
     mStatistics: (tile_m, 2 * block + i), fp32: LSE with i = 0, delta with i = 1.
-    dq: (block, tile_m * head_dim), fp32 zeros, to which CTAs add; a block has the order of `dq_product`.
-    semaphores: (block,), zeros: how many warpgroups have added to it. Behind the last one is the ticket, a zero.
+    accumulator: (block, tile_m * head_dim), fp32 zeros, to which CTAs add dQ; a block has the order of `dq_product`.
+    counters: words of `counters.Counters`. dq: (batch, seqlen_q, heads_q, head_dim), of which converters write what they can.
     """
 
     mQ: cute.Tensor
@@ -34,8 +39,9 @@ class BackwardGmem:
     mdK: cute.Tensor | None
     mdV: cute.Tensor | None
     mStatistics: cute.Tensor
+    accumulator: cute.Tensor | None
+    counters: cute.Tensor
     dq: cute.Tensor | None
-    semaphores: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: DqTile):
 
 @dataclass(frozen=True)
 class BackwardSizes:
-    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them."""
+    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them. num_ctas: of the grid."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -112,6 +118,7 @@ class BackwardSizes:
     group: Int32
     scale: Float32
     scale_log2: Float32
+    num_ctas: Int32
 
     def band(self, plan: BackwardPlan) -> Band:
         right = 0 if plan.is_causal else None
@@ -124,34 +131,49 @@ class BackwardSizes:
         """The number of the first block of queries of a query head: blocks are numbered in each head, heads in each batch."""
         return (batch_idx * self.num_heads * self.group + head) * cute.ceil_div(self.seqlen_q, plan.tile.tile_m)
 
-    def order(self, plan: BackwardPlan):
-        """Of tiles. In both orders a head's n blocks come in rising order."""
-        blocks = cute.ceil_div(self.seqlen_k, plan.tile.tile_n)
+    def order(self, plan: BackwardPlan, seqlen_k):
+        """Of tiles. A head's n blocks come in rising order, or in falling order if is_shortest_first."""
+        blocks = cute.ceil_div(seqlen_k, plan.tile.tile_n)
         if plan.is_causal:
             # A section is counted in query heads, because their Q, dO and dQ are what its CTAs share in L2.
             heads = cutlass.max(plan.heads_per_section // self.group, 1)
-            return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=False)
+            return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=plan.is_shortest_first)
+        if plan.is_deterministic:
+            # PERF: a tile is one step behind that of the keys before. With as many heads side by side as run together, the
+            # tiles that follow find each other one step apart, and only the first ones have to wait.
+            return LongestFirst(blocks, self.num_heads, self.batch, cutlass.max(_TILES_SIDE_BY_SIDE // blocks, 1), False)
         return HeadAfterHead(blocks, self.num_heads)
 
+    def turn(self, n_block, m_block, plan: BackwardPlan):
+        """How many tiles add to a block of queries before that of n_block, where the order is fixed: that of `order`."""
+        if not plan.is_shortest_first:
+            return n_block
+        # PERF: CTAs that begin together at their diagonal blocks come to a block of queries one after the other, the last
+        # block of keys first, so nobody waits.
+        tile = plan.tile
+        end = cute.ceil_div((m_block + 1) * tile.tile_m + self.seqlen_k - self.seqlen_q, tile.tile_n)
+        return cutlass.min(end, cute.ceil_div(self.seqlen_k, tile.tile_n)) - 1 - n_block
 
-@dataclass(frozen=True)
-class Place:
-    """The tile of a CTA: one block of keys of a head. m_begin to m_end: blocks of queries that see it, of every query head;
-    up to m_unmasked the mask is needed."""
+    def counters(self, words: cute.Tensor) -> Counters:
+        return Counters(words, self.batch * self.num_heads * self.group, self.num_ctas)
 
-    n_block: Int32
-    head: Int32
-    batch_idx: Int32
-    m_begin: Int32
-    m_unmasked: Int32
-    m_end: Int32
+    def place(self, number, plan: BackwardPlan) -> Place:
+        """The tile with a number."""
+        n_block, head, batch_idx = self.order(plan, register.opaque(self.seqlen_k)).locate(number)
+        band = self.band(plan)
+        m_begin, m_end = band.m_blocks(n_block)
+        m_unmasked, _ = band.unmasked_m_blocks(n_block)
+        n_block = register.select(number < self.num_tiles(plan), n_block, Int32(-1))
+        return Place(n_block, head, batch_idx, Int32(m_begin), Int32(m_unmasked), Int32(m_end))
 
 
 @dataclass(frozen=True)
 class BackwardSmem:
-    """sK: (tile_n, head_dim). sV: (tile_n, head_dim_v); dK and dV leave through them. sQ: (tile_m, head_dim, stage).
+    """sK: (tile_n, head_dim). sV: (tile_n, head_dim_v). sQ: (tile_m, head_dim, stage).
     sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, 1, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
-    (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers."""
+    (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers.
+    sdV, sdK: like sV and sK, where dV and dK leave through: the memory of sdS and sP, one behind the other if both fit.
+    is_over: a word, 1 when the CTA has no tile left to load."""
 
     sK: cute.Tensor
     sV: cute.Tensor
@@ -162,16 +184,21 @@ class BackwardSmem:
     sdS: cute.Tensor
     sP: cute.Tensor | None
     dq: cute.Pointer | None
+    sdV: cute.Tensor
+    sdK: cute.Tensor
+    is_over: cute.Pointer
 
 
 @dataclass(frozen=True)
 class BackwardPipes:
-    """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V are filled once."""
+    """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V have one stage. tiles: to
+    the dQ writer, too."""
 
     q: Ring
     do: Ring
     k: Ring
     v: Ring
+    tiles: TileSlots
 
 
 @dataclass(frozen=True)
@@ -181,7 +208,7 @@ class Consumer:
     tSr, tdPr, tdVr, tdKr, tdQr: operands of the products, in shared memory with the stage as last mode, or in registers.
     rP, rdS: 16-bit registers in the order of acc_S. rLSE, rDelta: (2, groups of 8 queries), of the thread's columns; one
     buffer for both where P and dS are registers, because there LSE is used up before delta is read.
-    copy_dS, thread_dS: stmatrix of rdS and rP. first_column: of the thread in S^T.
+    copy_dS, thread_dS: stmatrix of rdS and rP. first_row, first_column: of the thread in S^T.
     """
 
     mmas: BackwardMmas
@@ -213,11 +240,10 @@ class Consumer:
     pipes: BackwardPipes
     smem: BackwardSmem
     gmem: BackwardGmem
-    place: Place
-    scale_log2: Float32
+    sizes: BackwardSizes
     lane: Int32
     warpgroup: Int32
     thread: Int32
-    first_key: Int32
+    first_row: Int32
     first_column: Int32
     plan: cutlass.Constexpr

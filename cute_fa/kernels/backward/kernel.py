@@ -2,15 +2,15 @@
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, hopper, mma, softmax, tma, view
+from cute_fa.device import barriers, epilogue, hopper, mma, register, softmax, tma, view
 from cute_fa.device.pipeline import Ring
 from cute_fa.device.smem import tile_layout
-from cute_fa.kernels.backward import bundles, mainloop
+from cute_fa.kernels.backward import bundles, dq_rows, mainloop
 from cute_fa.kernels.backward.bundles import (
     BackwardGmem,
     BackwardMmas,
@@ -19,11 +19,11 @@ from cute_fa.kernels.backward.bundles import (
     BackwardSmem,
     BackwardTma,
     Consumer,
-    Place,
 )
-from cute_fa.kernels.backward.dq_writer import add_dq
+from cute_fa.kernels.backward.dq_writer import write_dq
 from cute_fa.kernels.backward.mainloop import At
-from cute_fa.kernels.backward.producer import load_tile
+from cute_fa.kernels.backward.producer import load_tiles
+from cute_fa.kernels.backward.tiles import NUM_SLOTS, Place, TileSlots
 from cute_fa.tuning import schedule
 from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS, REGISTER_SPLITS, SMEM_ALIGNMENT
 from cute_fa.tuning.plan import BackwardPlan, symbol
@@ -34,23 +34,26 @@ WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
 class BackwardKernel:
     """One kernel for one plan; instances are compiled through `host/compile.py`.
 
-    A CTA takes tile_n keys of one key-value head; K and V stay in shared memory, dK and dV in registers, while it goes over
-    the blocks of tile_m queries that see the keys, in all query heads of the group. One step, for one block of queries:
+    A tile is tile_n keys of one key-value head; K and V stay in shared memory, dK and dV in registers, while a CTA goes over
+    the blocks of tile_m queries that see the keys, in all query heads of the group. As many CTAs as there are SMs take one
+    tile after another. One step, for one block of queries:
         S^T = K Q^T    P^T = exp2(scale log2(e) S^T - LSE)    dV += P^T dO
         dP^T = V dO^T  dS^T = P^T (dP^T - delta)              dK += dS^T Q    dQ += dS K (in global memory)
     The schedule of the plan is the order of a step.
 
-    Roles: warp 0 loads, warp 1 writes dQ, warps 2 and 3 leave (24 registers), then 2 consumer warpgroups (240 registers).
-    They share the keys, 64 each, and P and dS are operands from registers; or, for wide heads, they share the queries of
-    S^T and the columns of dV, dK and dQ, and exchange P and dS through shared memory.
+    Roles: warp 0 loads, warp 1 writes dQ, warps 2 and 3 turn complete dQ into rows (24 registers), then 2 consumer warpgroups
+    (240 registers). They share the keys, 64 each, and P and dS are operands from registers; or, for wide heads, they share the
+    queries of S^T and the columns of dV, dK and dQ, and exchange P and dS through shared memory.
 
     Edges, producer -> consumer:
-        K, V              load warp -> consumer warpgroups: TMA, once
+        tiles             load warp -> consumer warpgroups and dQ writer: shared memory, a ring of NUM_SLOTS
+        K, V              load warp -> consumer warpgroups: TMA, rings of one stage
         Q and LSE, dO and delta
                           load warp -> consumer warpgroups: TMA, two rings of BACKWARD_STAGES; all consumer warps free a stage
         dS (P)            consumer warpgroups -> each other: shared memory, BACKWARD_STAGES, one named barrier a step
         dQ                consumer warpgroup -> dQ writer: half of a staging buffer, fp32, two named barriers; or from registers
-        dK, dV            consumer warpgroups -> warp 4: through the buffers of K and V, stored by TMA
+        complete dQ       dQ writers -> converters: counters in global memory
+        dK, dV            consumer warpgroups -> warp 4: through the buffers of dS and P, stored by TMA
     Limits: shared memory of plan.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
 
     What lies outside the sequences: TMA reads zeros; rows of queries have LSE = +inf, so P = 0; keys are masked.
@@ -81,16 +84,19 @@ class BackwardKernel:
             order = tuple(range(len(shape), -1, -1))
             return make_fake_compact_tensor(Float32, (num_blocks, *shape), stride_order=order, assumed_align=16)
 
+        q = rows(batch, seqlen_q, heads_q, head_dim)
+
         tile_m = plan.tile.tile_m
         k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
         return (
-            (rows(batch, seqlen_q, heads_q, head_dim), k, v),
+            (q, k, v),
             rows(batch, seqlen_q, heads_q, head_dim_v),
             blocks(2, tile_m),
             blocks(tile_m * plan.tile.head_dim) if plan.needs_dq else None,
-            (rows(*k.shape) if plan.needs_dk else None, rows(*v.shape) if plan.needs_dv else None),
-            make_fake_tensor(Int32, (size(),), stride=(1,), assumed_align=4) if plan.is_deterministic else None,
+            make_fake_compact_tensor(Int32, (size(),), assumed_align=4),
+            tuple(rows(*x.shape) if needed else None for x, needed in zip((q, k, v), plan.needs)),
             Float32(1.0),
+            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -100,18 +106,20 @@ class BackwardKernel:
         inputs: tuple,
         dout: cute.Tensor,
         statistics: cute.Tensor,
-        dq: cute.Tensor | None,
+        accumulator: cute.Tensor | None,
+        counters: cute.Tensor,
         gradients: tuple,
-        semaphores: cute.Tensor | None,
         softmax_scale: Float32,
+        num_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """inputs: q, k, v. gradients: dk, dv. What the plan does not need is None.
+        """inputs: q, k, v. gradients: dq, dk, dv. What the plan does not need is None.
 
-        q, dout: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: (block, 2,
-        tile_m), LSE and delta. dq: (block, tile_m * head_dim), zeros. semaphores: (block + 1,), zeros, only for deterministic
-        plans. Blocks: `BackwardSizes.first_block`."""
-        plan, tile, (q, k, v), (dk, dv) = self.plan, self.plan.tile, inputs, gradients
+        q, dout, dq: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: (block, 2,
+        tile_m), LSE and delta. accumulator: (block, tile_m * head_dim), zeros. counters: `BackwardPlan.num_counters`
+        zeros. num_ctas: of the grid. Blocks: `BackwardSizes.first_block`. What is not written of dq is left to the kernel
+        behind."""
+        plan, tile, (q, k, v), (dq, dk, dv) = self.plan, self.plan.tile, inputs, gradients
         sizes = BackwardSizes(
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -120,6 +128,7 @@ class BackwardKernel:
             group=q.shape[2] // k.shape[2],
             scale=softmax_scale,
             scale_log2=softmax_scale * softmax.LOG2_E,
+            num_ctas=num_ctas,
         )
         layouts = self._smem_layouts()
         layout_K, layout_V, layout_Q, layout_dO, _ = layouts
@@ -147,12 +156,12 @@ class BackwardKernel:
         self.kernel.set_name_prefix(symbol(plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_statistics, atom_dk, atom_dv),
-            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, mStatistics, dq, semaphores),
+            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, mStatistics, accumulator, counters, dq),
             mmas,
             sizes,
             *layouts,
         ).launch(
-            grid=(sizes.num_tiles(plan), 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(WARPGROUP_THREADS * (BACKWARD_WARPGROUPS + 1), 1, 1),
             stream=stream,
             # Without it ptxas ignores setmaxnreg (C7508).
@@ -176,37 +185,30 @@ class BackwardKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp_idx, role = cute.arch.make_warp_uniform(thread // 32), cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         lane = thread % 32
-        smem, pipes, ticket_word = self._allocate(layout_K, layout_V, layout_Q, layout_dO, layout_dS)
+        smem, pipes = self._allocate(layout_K, layout_V, layout_Q, layout_dO, layout_dS)
         if warp_idx == 0:
             for atom in (atoms.k, atoms.v, atoms.q, atoms.do, atoms.statistics):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
+                num_consumer_warps = WARPS_PER_WARPGROUP * BACKWARD_WARPGROUPS
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
-                    ring.init(WARPS_PER_WARPGROUP * BACKWARD_WARPGROUPS)
-                if cutlass.const_expr(plan.is_deterministic):
-                    # A CTA waits for those with smaller numbers, so they must have started.
-                    ticket = gmem.semaphores.iterator + (gmem.semaphores.shape[0] - 1)
-                    ticket_word.store(cute.arch.atomic_add(ticket, Int32(1)))
+                    ring.init(num_consumer_warps)
+                pipes.tiles.ring.init(num_consumer_warps + plan.needs_dq)
+                smem.is_over.store(Int32(0))
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
-        cute.arch.sync_threads()  # SYNC: barriers (and the ticket) before anyone waits at them
-        number, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(plan.is_deterministic):
-            number = cute.arch.make_warp_uniform(ticket_word.load())
-        n_block, head, batch_idx = sizes.order(plan).locate(number)
-        band = sizes.band(plan)
-        m_begin, m_end = band.m_blocks(n_block)
-        m_unmasked, _ = band.unmasked_m_blocks(n_block)
-        place = Place(n_block, head, batch_idx, Int32(m_begin), Int32(m_unmasked), Int32(m_end))
+        cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
         if role == 0:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
-                load_tile(atoms, gmem, smem, pipes, sizes, place, plan)
-            if cutlass.const_expr(plan.needs_dq and plan.tile.has_dq_staging):
+                load_tiles(atoms, gmem, smem, pipes, sizes, lane, plan)
+            if cutlass.const_expr(plan.needs_dq):
                 if warp_idx == 1:
-                    add_dq(gmem, smem, sizes, place, lane, plan)
+                    write_dq(gmem, smem, pipes, sizes, lane, plan)
+                if warp_idx >= 2:
+                    dq_rows.convert(gmem, smem, sizes, warp_idx - 2, lane, plan)
         else:
             cute.arch.setmaxregister_increase(self.registers.consumer)
-            self.consume(atoms, gmem, mmas, smem, pipes, sizes, place, thread - WARPGROUP_THREADS, lane)
+            self.consume(atoms, gmem, mmas, smem, pipes, sizes, thread - WARPGROUP_THREADS, lane)
 
     @cute.jit
     def consume(
@@ -217,54 +219,75 @@ class BackwardKernel:
         smem: BackwardSmem,
         pipes: BackwardPipes,
         sizes: BackwardSizes,
-        place: Place,
         thread: Int32,
         lane: Int32,
     ):
-        """Run by every consumer warpgroup: all blocks of queries, then dK and dV. thread: from 0."""
+        """Run by every consumer warpgroup: all blocks of queries of a tile, then its dK and dV, tile after tile. thread: from 0."""
         plan = self.plan
-        w = self._consumer(gmem, mmas, smem, pipes, sizes, place, thread, lane)
-        w.acc_dK.fill(0.0)
-        w.acc_dV.fill(0.0)
-        pipes.k.wait_full(Int32(0), Int32(0))
-        if cutlass.const_expr(plan.needs_ds):
-            pipes.v.wait_full(Int32(0), Int32(0))
-        band = sizes.band(plan)
-        last = sizes.group * (place.m_end - place.m_begin) - 1
-        if cutlass.const_expr(len(self.prologue)):
-            mainloop.run(w, self.prologue, At(Int32(-1), last, place.m_begin, Int32(0), None))
-        number = Int32(0)
-        for g in cutlass.range(sizes.group, unroll=1):
-            first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
-            for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
-                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, band))
-                number += 1
-            for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
-                mainloop.run(w, self.steps, At(number, last, m_block, first_block + m_block, None))
-                number += 1
-        if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
-            self._store(atoms, mmas, sizes, w)
+        w = self._consumer(gmem, mmas, smem, pipes, sizes, thread, lane)
+        is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
+        band, tile_number, number = sizes.band(plan), Int32(0), Int32(0)
+        place = pipes.tiles.wait(tile_number)
+        while place.n_block >= 0:
+            w.acc_dK.fill(0.0)
+            w.acc_dV.fill(0.0)
+            pipes.k.wait_full(0, tile_number % 2)
+            if cutlass.const_expr(plan.needs_ds):
+                pipes.v.wait_full(0, tile_number % 2)
+            epilogue.wait_for_store(is_first_warp)
+            barriers.sync_consumers()  # SYNC: the last tile's dK and dV have been read, dS may be written
+            last = number + sizes.group * (place.m_end - place.m_begin) - 1
+            if cutlass.const_expr(len(self.prologue)):
+                mainloop.run(w, self.prologue, At(number - 1, last, place, place.m_begin, Int32(0), None))
+            for g in cutlass.range(sizes.group, unroll=1):
+                first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
+                for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
+                    mainloop.run(w, self.steps, At(number, last, place, m_block, first_block + m_block, band))
+                    number += 1
+                for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
+                    mainloop.run(w, self.steps, At(number, last, place, m_block, first_block + m_block, None))
+                    number += 1
+            pipes.k.release(0, lane)
+            if cutlass.const_expr(plan.needs_ds):
+                pipes.v.release(0, lane)
+            self._store(atoms, w, pipes.tiles.read(tile_number), is_first_warp)
+            pipes.tiles.release(tile_number, lane)
+            tile_number += 1
+            place = pipes.tiles.wait(tile_number)
+        epilogue.wait_for_store(is_first_warp)
 
     @cute.jit
-    def _store(self, atoms, mmas, sizes, w):
-        """dV leaves through V's buffer, dK through K's."""
-        plan, tile, smem, gmem, place = self.plan, self.plan.tile, w.smem, w.gmem, w.place
-        barriers.sync_consumers()  # SYNC: both warpgroups are done with K and V
+    def _store(self, atoms, w, place, is_first_warp):
+        """dV and dK leave through the buffers of dS and P; the stores are left in flight."""
+        plan, tile, smem, gmem = self.plan, self.plan.tile, w.smem, w.gmem
+        thread = register.opaque(w.thread)
+        if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
+            barriers.sync_consumers()  # SYNC: both warpgroups are done with dS and P
         if cutlass.const_expr(plan.needs_dv):
-            self._stage(mmas.dv, w.acc_dV, smem.sV, w.thread)
+            self._stage(w.mmas.dv, w.acc_dV, smem.sdV, thread)
+            if cutlass.const_expr(plan.needs_dk and not tile.has_room_for_both):
+                self._store_staged(atoms.dv, smem.sdV, gmem.mdV, tile.head_dim_v, place, is_first_warp)
+                epilogue.wait_for_store(is_first_warp)
+                barriers.sync_consumers()  # SYNC: dV has been read
         if cutlass.const_expr(plan.needs_dk):
             for i in cutlass.range_constexpr(cute.size(w.acc_dK)):
-                w.acc_dK[i] = w.acc_dK[i] * sizes.scale
-            self._stage(mmas.dk, w.acc_dK, smem.sK, w.thread)
+                w.acc_dK[i] = w.acc_dK[i] * w.sizes.scale
+            self._stage(w.mmas.dk, w.acc_dK, smem.sdK, thread)
+            self._store_staged(atoms.dk, smem.sdK, gmem.mdK, tile.head_dim, place, is_first_warp)
+        if cutlass.const_expr(plan.needs_dv and (tile.has_room_for_both or not plan.needs_dk)):
+            self._store_staged(atoms.dv, smem.sdV, gmem.mdV, tile.head_dim_v, place, is_first_warp)
+        if cutlass.const_expr(plan.needs_dq and not tile.has_dq_staging):
+            cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
+            barriers.pass_additions()
+
+    @cute.jit
+    def _store_staged(self, atom, smem, mTensor, head_dim, place, is_first_warp):
         cute.arch.fence_proxy("async.shared", space="cta")  # SYNC: stmatrix before what TMA reads
         barriers.sync_consumers()  # SYNC: all warps have written
-        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-            if cutlass.const_expr(plan.needs_dv):
-                _store_tile(atoms.dv, smem.sV, gmem.mdV, (tile.tile_n, tile.head_dim_v), place)
-            if cutlass.const_expr(plan.needs_dk):
-                _store_tile(atoms.dk, smem.sK, gmem.mdK, (tile.tile_n, tile.head_dim), place)
+        if is_first_warp:
+            source, target = tma.partition(atom, smem, view.row_tiles(mTensor, (self.plan.tile.tile_n, head_dim)))
+            cute.copy(atom, source[None, 0], target[None, place.n_block, place.head, place.batch_idx])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _stage(self, tiled_mma, acc, smem, thread):
         rows_16bit = cute.make_rmem_tensor_like(acc, self.dtype)
@@ -273,7 +296,7 @@ class BackwardKernel:
         thread_copy = to_smem.get_slice(thread)
         cute.copy(to_smem, thread_copy.retile(rows_16bit), thread_copy.partition_D(smem[None, None, 0]))
 
-    def _consumer(self, gmem, mmas, smem, pipes, sizes, place, thread, lane) -> Consumer:
+    def _consumer(self, gmem, mmas, smem, pipes, sizes, thread, lane) -> Consumer:
         tile, plan = self.plan.tile, self.plan
         for atom, value in ((mmas.scores, False), (mmas.scores_add, True), (mmas.dq, False), (mmas.dq_add, True)):
             mma.accumulates(atom, value)
@@ -342,12 +365,11 @@ class BackwardKernel:
             pipes=pipes,
             smem=smem,
             gmem=gmem,
-            place=place,
-            scale_log2=sizes.scale_log2,
+            sizes=sizes,
             lane=lane,
             warpgroup=warpgroup,
             thread=thread,
-            first_key=place.n_block * tile.tile_n + row,
+            first_row=row,
             first_column=column,
             plan=plan,
         )
@@ -376,7 +398,7 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
@@ -386,7 +408,8 @@ class BackwardKernel:
             vectors["dq"] = tile.tile_m * tile.head_dim
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
         fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
-        fields["ticket"] = cute.struct.MemRange[Int32, 1]
+        fields["tiles"] = TileSlots.storage()
+        fields["is_over"] = cute.struct.MemRange[Int32, 1]
         storage = hopper.SmemAllocator().allocate(cute.struct(type("BackwardStorage", (), {"__annotations__": fields})))
         tensors = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
@@ -394,8 +417,16 @@ class BackwardKernel:
         sLSE, sDelta = (
             getattr(storage, name).get_tensor(self._statistics_layout()) for name in ("lse", "delta")
         )
+        rings = {name: getattr(storage, f"{name}_barriers").data_ptr() for name in stages}
         pipes = BackwardPipes(
-            *(Ring(getattr(storage, f"{name}_barriers").data_ptr(), stages[name]) for name in ("q", "do", "k", "v"))
+            *(Ring(rings[name], stages[name]) for name in ("q", "do", "k", "v")),
+            TileSlots.at(storage.tiles.data_ptr(), rings["tiles"]),
+        )
+        # dV, and dK in its place or behind it.
+        behind = cute.cosize(layout_V) if tile.has_room_for_both else 0
+        sdV, sdK = (
+            cute.make_tensor(cute.recast_ptr(storage.ds.data_ptr() + offset, layout.inner, dtype=self.dtype), layout.outer)
+            for offset, layout in ((0, layout_V), (behind, layout_K))
         )
         smem = BackwardSmem(
             tensors["k"],
@@ -407,11 +438,8 @@ class BackwardKernel:
             tensors["ds"],
             tensors.get("p"),
             storage.dq.data_ptr() if tile.has_dq_staging else None,
+            sdV,
+            sdK,
+            storage.is_over.data_ptr(),
         )
-        return smem, pipes, storage.ticket.data_ptr()
-
-
-def _store_tile(atom, smem, mTensor, tile, place):
-    """Run by one whole warp: leaves the store of a tile in flight."""
-    source, target = tma.partition(atom, smem, view.row_tiles(mTensor, tile))
-    cute.copy(atom, source[None, 0], target[None, place.n_block, place.head, place.batch_idx])
+        return smem, pipes

@@ -7,18 +7,21 @@ from cutlass import Boolean, Int32, Int64, cute
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, mask, mma, register, semaphore
 from cute_fa.kernels.backward.bundles import Consumer, dq_fragment
+from cute_fa.kernels.backward.tiles import Place
 from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS
 from cute_fa.tuning.schedule import Step
 
 
 class At(NamedTuple):
-    """Where a step is: its number among the CTA's steps, and the last one; its block of queries, in its head and among all.
+    """Where a step is: its number among the CTA's steps, and that of the tile's last one; the tile; its block of queries, in
+    its head and among all.
 
     band: of the masked steps, None where every query sees every key of the tile.
     """
 
     number: Int32
     last: Int32
+    place: Place
     m_block: Int32
     block: Int32
     band: object
@@ -121,11 +124,12 @@ def _groups(w, half):
 def _probabilities(w, at, step):
     begin, end = _groups(w, step.half)
     for group, i, column in _elements(begin, end):
-        w.acc_S[i] = w.acc_S[i] * w.scale_log2 - w.rLSE[column, group]
+        w.acc_S[i] = w.acc_S[i] * w.sizes.scale_log2 - w.rLSE[column, group]
     if at.band is not None:
         # Behind the scale, which may be negative or 0.
+        first_key = at.place.n_block * w.plan.tile.tile_n + w.first_row
         first_query = at.m_block * w.plan.tile.tile_m + w.first_column
-        mask.mask_scores_transposed(w.acc_S, *mask.query_begins(at.band, w.first_key, first_query), begin, end)
+        mask.mask_scores_transposed(w.acc_S, *mask.query_begins(at.band, first_key, first_query), begin, end)
     for _, i, _ in _elements(begin, end):
         w.acc_S[i] = cute.math.exp2(w.acc_S[i], fastmath=True)
     register.pack(w.acc_S, w.rP, mma.DTYPES[w.plan.dtype], begin, end)
@@ -175,10 +179,11 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        counter = w.gmem.semaphores.iterator + at.block
-        _wait_in_first_thread(counter, BACKWARD_WARPGROUPS * w.place.n_block, thread)
+        counter = w.sizes.counters(w.gmem.counters).warpgroups_done(at.block)
+        turn = w.sizes.turn(at.place.n_block, at.m_block, w.plan)
+        _wait_in_first_thread(counter, BACKWARD_WARPGROUPS * turn, thread)
         barriers.sync_warpgroup(w.warpgroup)  # SYNC: behind the thread that waited
-    target = dq_fragment(w.gmem.dq[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
+    target = dq_fragment(w.gmem.accumulator[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
     base = target.iterator.toint()
     for vector in range(count // 4):
         cute.arch.inline_ptx(

@@ -1,9 +1,9 @@
-"""PreprocessKernel: delta and LSE of all queries, as the main backward kernel reads them."""
+"""PreprocessKernel: delta and LSE of all queries, as the main backward kernel reads them, and zeros for what it adds to."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_fa.device import mma, softmax
 from cute_fa.tuning.plan import PreprocessPlan, symbol
@@ -17,6 +17,8 @@ class PreprocessKernel:
 
     Bound by memory: out and dout are read once. A row is read by a power of two of neighbouring lanes. Source: Dao 2023,
     algorithm 2, line 4: delta = rowsum(dO * O); a gradient of lse enters every dS like -delta, and is subtracted here.
+
+    PERF: the accumulator of dQ is cleared on the way, by writes under the reads, instead of by a kernel of its own.
     """
 
     def __init__(self, plan: PreprocessPlan):
@@ -38,7 +40,12 @@ class PreprocessKernel:
 
         strides = stride(divisibility=4), stride(divisibility=4), 1
         statistics = make_fake_tensor(Float32, (size(), 2, size()), stride=strides, assumed_align=16)
-        return rows(), rows(), per_row(), per_row(), Int32(0), statistics, make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        shape, strides = (size(), cute.sym_int32(divisibility=4)), (stride(divisibility=4), 1)
+        accumulator = make_fake_tensor(Float32, shape, stride=strides, assumed_align=16)
+        counters = make_fake_compact_tensor(Int32, (size(),), assumed_align=4)
+        zeros = accumulator if self.plan.needs_dq else None, counters
+        return rows(), rows(), per_row(), per_row(), Int32(0), statistics, zeros, stream
 
     @cute.jit
     def __call__(
@@ -49,17 +56,19 @@ class PreprocessKernel:
         dlse: cute.Tensor,
         has_dlse: Int32,
         statistics: cute.Tensor,
+        zeros: tuple,
         stream: cuda.CUstream,
     ):
         """out, dout: (batch, seqlen_q, heads, head_dim_v). lse, dlse: (batch, heads, seqlen_q); without has_dlse, dlse is not
         read. statistics: (block, 2, tile_m), written: LSE in units of log2, and delta; blocks as `BackwardSizes.first_block`
-        numbers them.
+        numbers them. zeros: the main kernel's accumulator (block, numbers of a block), None where dq is not needed, and
+        counters (words,), cleared.
 
         Rows without a key and padding have LSE = +inf, so that P = 0, and delta = 0."""
         self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         rows_per_block = NUM_THREADS // self.lanes_per_row  # divides tile_m
         grid = (statistics.shape[0] * (statistics.shape[2] // rows_per_block), 1, 1)
-        self.kernel(out, dout, lse, dlse, has_dlse, statistics).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
+        self.kernel(out, dout, lse, dlse, has_dlse, statistics, *zeros).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -70,6 +79,8 @@ class PreprocessKernel:
         dlse: cute.Tensor,
         has_dlse: Int32,
         statistics: cute.Tensor,
+        accumulator: cute.Tensor | None,
+        counters: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
@@ -91,6 +102,11 @@ class PreprocessKernel:
             for source, registers in ((out, rO), (dout, rdO)):
                 vector = cute.local_tile(source[batch_idx, row, head, None], (VECTOR,), (lane,))
                 cute.autovec_copy(vector, registers)
+        if cutlass.const_expr(self.plan.needs_dq):
+            clear(accumulator[block, None], number - block * parts, parts, thread)
+        word = number * NUM_THREADS + thread
+        if word < counters.shape[0]:
+            counters[word] = Int32(0)
         products = rO.load().to(Float32) * rdO.load().to(Float32)
         delta = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.lanes_per_row)
@@ -106,3 +122,13 @@ class PreprocessKernel:
                     delta = delta - dlse[batch_idx, head, row]
             statistics[block, 0, row_of_block] = lse_log2
             statistics[block, 1, row_of_block] = delta if has_key else Float32(0.0)
+
+
+@cute.jit
+def clear(numbers: cute.Tensor, part: Int32, num_parts: Int32, thread: Int32):
+    """Run by a CTA: zeros in one of num_parts equal parts of a vector whose parts are multiples of 4 numbers."""
+    zero = cute.make_rmem_tensor(4, Float32)
+    zero.fill(0.0)
+    vectors = cute.size(numbers) // 4 // num_parts
+    for i in cutlass.range(thread, vectors, NUM_THREADS, unroll=1):
+        cute.autovec_copy(zero, cute.local_tile(numbers, (4,), (part * vectors + i,)))

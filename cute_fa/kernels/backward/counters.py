@@ -1,0 +1,59 @@
+"""Counters: what CTAs of the main backward kernel tell each other through global memory.
+
+A grid of as many CTAs as there are SMs takes tiles by their numbers. A tile is counted at each of its query heads when its
+part of dQ has landed; a head that all its tiles are counted at is complete, and its dQ can be turned into rows.
+"""
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+
+CONVERTERS = 2  # warps of a CTA that turn dQ into rows
+
+
+@dataclass(frozen=True)
+class Counters:
+    """words: int32, zeros at the start, `BackwardPlan.num_counters`: how many tiles are taken; of every query head, counted
+    through the batches, how many tiles are done; of every converter how many pieces of blocks it has turned into rows;
+    and, in deterministic plans, of every block of queries how many warpgroups have added to it.
+
+    num_heads: of all batches. num_ctas: of the grid.
+    """
+
+    words: cute.Tensor
+    num_heads: Int32
+    num_ctas: Int32
+
+    @property
+    def tiles_taken(self) -> cute.Pointer:
+        return self.words.iterator
+
+    def tiles_done(self, head) -> cute.Pointer:
+        return self.words.iterator + (1 + head)
+
+    def pieces_done(self, converter) -> cute.Pointer:
+        return self.words.iterator + (1 + self.num_heads + converter)
+
+    def warpgroups_done(self, block) -> cute.Pointer:
+        return self.words.iterator + (1 + self.num_heads + CONVERTERS * self.num_ctas + block)
+
+
+@cute.jit
+def take_tile(counters: Counters, lane: Int32) -> Int32:
+    """Run by a warp: the number of another tile, valid in lane 0."""
+    number = Int32(0)
+    if lane == 0:
+        number = cute.arch.atomic_add(counters.tiles_taken, Int32(1))
+    return number
+
+
+@cute.jit
+def count_tile(counters: Counters, head: Int32):
+    """Run by one thread. SYNC: what it saw landed is visible to who sees the count."""
+    cute.arch.fence_acq_rel_gpu()
+    cute.arch.atomic_add(counters.tiles_done(head), Int32(1))
+
+
+def load(pointer) -> Int32:
+    """SYNC: with what happened before the count that is seen."""
+    return cute.arch.load(pointer, Int32, sem="acquire", scope="gpu")
