@@ -1,5 +1,7 @@
 """BackwardKernel: the main kernel of exact attention's gradients on sm_90a; dQ is left in fp32."""
 
+import dataclasses
+
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -12,6 +14,7 @@ from cute_fa.device.pipeline import Ring
 from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.backward import bundles, dq_rows, mainloop
 from cute_fa.kernels.backward.bundles import (
+    UNIT_STAGES,
     BackwardGmem,
     BackwardMmas,
     BackwardPipes,
@@ -20,6 +23,7 @@ from cute_fa.kernels.backward.bundles import (
     BackwardTma,
     Consumer,
 )
+from cute_fa.kernels.backward.counters import Unit
 from cute_fa.kernels.backward.dq_writer import write_dq
 from cute_fa.kernels.backward.mainloop import At
 from cute_fa.kernels.backward.producer import load_tiles
@@ -128,7 +132,6 @@ class BackwardKernel:
             group=q.shape[2] // k.shape[2],
             scale=softmax_scale,
             scale_log2=softmax_scale * softmax.LOG2_E,
-            num_ctas=num_ctas,
         )
         layouts = self._smem_layouts()
         layout_K, layout_V, layout_Q, layout_dO, _ = layouts
@@ -194,9 +197,9 @@ class BackwardKernel:
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
                     ring.init(num_consumer_warps)
                 pipes.tiles.ring.init(num_consumer_warps + plan.needs_dq)
-                smem.is_over.store(Int32(0))
+                pipes.units.init(num_consumer_warps)
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
-        cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
+        cute.arch.sync_threads()  # SYNC: barriers before anyone waits at them
         if role == 0:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
@@ -204,8 +207,6 @@ class BackwardKernel:
             if cutlass.const_expr(plan.needs_dq):
                 if warp_idx == 1:
                     write_dq(gmem, smem, pipes, sizes, lane, plan)
-                if warp_idx >= 2:
-                    dq_rows.convert(gmem, smem, sizes, warp_idx - 2, lane, plan)
         else:
             cute.arch.setmaxregister_increase(self.registers.consumer)
             self.consume(atoms, gmem, mmas, smem, pipes, sizes, thread - WARPGROUP_THREADS, lane)
@@ -252,6 +253,8 @@ class BackwardKernel:
                 pipes.v.release(0, lane)
             self._store(atoms, w, pipes.tiles.read(tile_number), is_first_warp)
             pipes.tiles.release(tile_number, lane)
+            if cutlass.const_expr(plan.needs_dq):
+                self._write_unit(w, tile_number, lane)
             tile_number += 1
             place = pipes.tiles.wait(tile_number)
         epilogue.wait_for_store(is_first_warp)
@@ -279,6 +282,25 @@ class BackwardKernel:
         if cutlass.const_expr(plan.needs_dq and not tile.has_dq_staging):
             cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
             barriers.pass_additions()
+
+    @cute.jit
+    def _write_unit(self, w, tile_number, lane):
+        """Rows of the dQ that the CTA took, while the next K and V arrive; in as many blocks at once as 64 registers hold."""
+        stage, dq, tile = tile_number % UNIT_STAGES, w.gmem.dq, self.plan.tile.dq
+        w.pipes.units.wait_full(stage, tile_number // UNIT_STAGES % 2)
+        unit = Unit(*[cute.arch.make_warp_uniform(w.smem.units[word, stage]) for word in range(len(dataclasses.fields(Unit)))])
+        cute.arch.sync_warp()  # SYNC: all lanes have read
+        w.pipes.units.release(stage, lane)
+        thread, done = register.opaque(w.thread), Int32(0)
+        blocks = [cute.make_rmem_tensor(dq_rows.registers(tile), Float32) for _ in range(max(64 // dq_rows.registers(tile), 1))]
+        while done < unit.count:
+            for i in cutlass.range_constexpr(len(blocks)):
+                blocks[i].fill(0.0)  # else what is not loaded would live on, through the next tile
+                dq_rows.load_if(done + i < unit.count, w.gmem.accumulator, unit.block + done + i, blocks[i], thread, tile)
+            for i in cutlass.range_constexpr(len(blocks)):
+                m_block = unit.m_block + done + i
+                dq_rows.store_if(done + i < unit.count, blocks[i], w.sizes.scale, dq, unit.head, m_block, thread, tile)
+            done += len(blocks)
 
     @cute.jit
     def _store_staged(self, atom, smem, mTensor, head_dim, place, is_first_warp):
@@ -398,7 +420,7 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "units": UNIT_STAGES}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
@@ -409,7 +431,7 @@ class BackwardKernel:
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
         fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
         fields["tiles"] = TileSlots.storage()
-        fields["is_over"] = cute.struct.MemRange[Int32, 1]
+        fields["units"] = cute.struct.MemRange[Int32, len(dataclasses.fields(Unit)) * UNIT_STAGES]
         storage = hopper.SmemAllocator().allocate(cute.struct(type("BackwardStorage", (), {"__annotations__": fields})))
         tensors = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
@@ -421,6 +443,7 @@ class BackwardKernel:
         pipes = BackwardPipes(
             *(Ring(rings[name], stages[name]) for name in ("q", "do", "k", "v")),
             TileSlots.at(storage.tiles.data_ptr(), rings["tiles"]),
+            Ring(rings["units"], UNIT_STAGES),
         )
         # dV, and dK in its place or behind it.
         behind = cute.cosize(layout_V) if tile.has_room_for_both else 0
@@ -440,6 +463,6 @@ class BackwardKernel:
             storage.dq.data_ptr() if tile.has_dq_staging else None,
             sdV,
             sdK,
-            storage.is_over.data_ptr(),
+            storage.units.get_tensor(cute.make_layout((len(dataclasses.fields(Unit)), UNIT_STAGES))),
         )
         return smem, pipes
