@@ -28,6 +28,12 @@ def count_up(counter: cute.Pointer, by: Int32):
     )
 
 
+def read(counter: cute.Pointer) -> Int32:
+    """Run by a whole warp: the count, without what happened before it."""
+    count = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+    return cute.arch.make_warp_uniform(count)
+
+
 def _load(address) -> Int32:
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]

@@ -107,7 +107,7 @@ def _backward_launch(
     device_index: int, dtype, mask: tuple, shapes: tuple, strides: tuple, is_deterministic: bool, needs: tuple
 ) -> Callable:
     """`backward` of all calls with these shapes and strides: (q k v out dout, lse, dlse, softmax_scale) -> dq, dk, dv."""
-    q_shape, k_shape, v_shape, *_ = shapes
+    q_shape, _, v_shape, *_ = shapes
     batch, seqlen_q, heads_q, _ = q_shape
     num_sms = sm_count(device_index)
     gradient_facts = [(*_contiguous(*shape), dtype) if needed else None for shape, needed in zip(shapes, needs)]
@@ -118,10 +118,9 @@ def _backward_launch(
         kernels = tuple(map(cache.load, (before, plan, after) if plan.needs_dq else (before, plan)))
         num_heads, tile_m = batch * heads_q, plan.tile.tile_m
         num_blocks = num_heads * -(-seqlen_q // tile_m)
-        unit = plan.unit(heads_q // k_shape[2])
         statistics_facts = *_contiguous(num_blocks, 2, tile_m), torch.float32
         accumulator_facts = *_contiguous(num_blocks, tile_m * plan.tile.head_dim), torch.float32
-        counters_facts = *_contiguous(plan.num_counters(num_heads, num_blocks)), torch.int32
+        counters_facts = *_contiguous(plan.num_counters(num_heads, num_blocks, num_sms)), torch.int32
 
     def launch(tensors, lse, dlse, softmax_scale: float):
         if torch._C._cuda_getDevice() != device_index:
@@ -140,7 +139,7 @@ def _backward_launch(
         before(out, dout, lse, dlse if has_dlse else lse, int(has_dlse), statistics, (accumulator, counters))
         main(tuple(inputs), dout, statistics, accumulator, counters, gradients, softmax_scale, num_sms)
         for kernel in after:
-            kernel(accumulator, counters, gradients[0], unit, softmax_scale)
+            kernel(accumulator, counters, gradients[0], softmax_scale, num_sms)
         return gradients
 
     return launch

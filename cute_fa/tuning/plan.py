@@ -8,7 +8,7 @@ what it is meant to be.
 
 from dataclasses import dataclass
 
-from cute_fa.tuning.budget import BackwardTile, DqTile, ForwardTile
+from cute_fa.tuning.budget import CONVERTERS, BackwardTile, DqTile, ForwardTile
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -84,13 +84,9 @@ class BackwardPlan:
     def needs(self) -> tuple[bool, bool, bool]:
         return self.needs_dq, self.needs_dk, self.needs_dv
 
-    def num_counters(self, num_heads: int, num_blocks: int) -> int:
+    def num_counters(self, num_heads: int, num_blocks: int, num_ctas: int) -> int:
         """Words of `kernels/backward/counters.py`. num_heads: query heads of all batches. num_blocks: of queries, of all heads."""
-        return 3 + 2 * num_heads + (1 + self.is_deterministic) * num_blocks
-
-    def unit(self, group):
-        """So many blocks of queries of a head are turned into rows together: one more than a CTA completes in the mean."""
-        return self.tile.tile_n // self.tile.tile_m * group + 1
+        return 1 + num_heads + CONVERTERS * num_ctas + self.is_deterministic * num_blocks
 
     @property
     def needs_ds(self) -> bool:

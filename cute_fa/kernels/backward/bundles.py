@@ -18,8 +18,6 @@ from cute_fa.kernels.backward.tiles import Place, TileSlots
 from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, BackwardTile, DqTile
 from cute_fa.tuning.plan import BackwardPlan
 
-UNIT_STAGES = 2
-
 _TILES_SIDE_BY_SIDE = 128  # about as many as there are SMs
 
 
@@ -31,7 +29,7 @@ class BackwardGmem:
     Of each block of queries, numbered by `BackwardSizes.first_block`:
     mStatistics: (tile_m, 2 * block + i), fp32: LSE with i = 0, delta with i = 1.
     accumulator: (block, tile_m * head_dim), fp32 zeros, to which CTAs add dQ; a block has the order of `dq_product`.
-    counters: words of `counters.Counters`. dq: (batch, seqlen_q, heads_q, head_dim), of which CTAs write the units that they take.
+    counters: words of `counters.Counters`. dq: (batch, seqlen_q, heads_q, head_dim), of which converters write what they can. mAccumulator: the accumulator as (256, rows).
     """
 
     mQ: cute.Tensor
@@ -44,6 +42,7 @@ class BackwardGmem:
     accumulator: cute.Tensor | None
     counters: cute.Tensor
     dq: cute.Tensor | None
+    mAccumulator: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class BackwardTma:
     k: cute.CopyAtom
     v: cute.CopyAtom
     statistics: cute.CopyAtom
+    accumulator: cute.CopyAtom | None
     dk: cute.CopyAtom | None
     dv: cute.CopyAtom | None
 
@@ -111,7 +111,7 @@ def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: DqTile):
 
 @dataclass(frozen=True)
 class BackwardSizes:
-    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them."""
+    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them. num_ctas: of the grid."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -120,6 +120,7 @@ class BackwardSizes:
     group: Int32
     scale: Float32
     scale_log2: Float32
+    num_ctas: Int32
 
     def band(self, plan: BackwardPlan) -> Band:
         right = 0 if plan.is_causal else None
@@ -155,9 +156,8 @@ class BackwardSizes:
         end = cute.ceil_div((m_block + 1) * tile.tile_m + self.seqlen_k - self.seqlen_q, tile.tile_n)
         return cutlass.min(end, cute.ceil_div(self.seqlen_k, tile.tile_n)) - 1 - n_block
 
-    def counters(self, words: cute.Tensor, plan: BackwardPlan) -> Counters:
-        num_blocks = cute.ceil_div(self.seqlen_q, plan.tile.tile_m)
-        return Counters(words, self.batch * self.num_heads * self.group, num_blocks, plan.unit(self.group))
+    def counters(self, words: cute.Tensor) -> Counters:
+        return Counters(words, self.batch * self.num_heads * self.group, self.num_ctas)
 
     def place(self, number, plan: BackwardPlan) -> Place:
         """The tile with a number."""
@@ -175,7 +175,7 @@ class BackwardSmem:
     sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, 1, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
     (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers.
     sdV, sdK: like sV and sK, where dV and dK leave through: the memory of sdS and sP, one behind the other if both fit.
-    units: (fields of `counters.Unit`, stage): what the CTA took."""
+    chunks: (256, rows of a pair of vectors, pair), chunks of all converters. is_over: a word, 1 when no tile is left to load."""
 
     sK: cute.Tensor
     sV: cute.Tensor
@@ -188,20 +188,21 @@ class BackwardSmem:
     dq: cute.Pointer | None
     sdV: cute.Tensor
     sdK: cute.Tensor
-    units: cute.Tensor
+    chunks: cute.Tensor | None
+    is_over: cute.Pointer
 
 
 @dataclass(frozen=True)
 class BackwardPipes:
     """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V have one stage. tiles: to
-    the dQ writer, too. units: from the dQ writer."""
+    the dQ writer, too. chunks: from each converter to itself, a stage each."""
 
     q: Ring
     do: Ring
     k: Ring
     v: Ring
     tiles: TileSlots
-    units: Ring
+    chunks: Ring
 
 
 @dataclass(frozen=True)

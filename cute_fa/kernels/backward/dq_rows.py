@@ -1,87 +1,153 @@
 """dQ rows: blocks of queries from the fp32 accumulator to rows of 16 bits in global memory.
 
-The main kernel turns blocks of complete heads into rows between two tiles, while the next K and V arrive; the kernel
-behind it does what it left. A warp has the part of a block that one consumer warp adds.
+Two warps of each CTA of the main kernel, the converters, do it with complete heads while others compute; the kernel behind
+does what they left. A chunk is what a warpgroup adds to a block with four vectors a thread, 8 KB.
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import epilogue, register
-from cute_fa.kernels.backward.bundles import dq_columns, dq_fragment
-from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, DqTile
+from cute_fa.device import epilogue, register, semaphore, tma
+from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem, BackwardTma, dq_columns
+from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, CHUNK_VECTORS, CONVERTERS, DqTile
 
-_CHUNK = 4  # vectors, which are stored together
+_WARPS = WARPGROUP_THREADS // 32
+_PAIRS = CHUNK_VECTORS // 2  # of vectors: TMA copies two at a time
+PAIR_BOX = 256, 2 * WARPGROUP_THREADS * 4 // 256
 
 
-def registers(tile: DqTile) -> int:
-    """Of a thread, for its part of a block."""
-    return tile.tile_m * tile.head_dim // (BACKWARD_WARPGROUPS * WARPGROUP_THREADS)
+def num_vectors(tile: DqTile) -> int:
+    """Of 4 numbers, that a thread adds to a block."""
+    return tile.tile_m * tile.head_dim // (4 * BACKWARD_WARPGROUPS * WARPGROUP_THREADS)
+
+
+def num_chunks(tile: DqTile) -> int:
+    """Of a block: the first warpgroup's, then the second one's."""
+    return BACKWARD_WARPGROUPS * -(-num_vectors(tile) // CHUNK_VECTORS)
 
 
 @cute.jit
-def load_if(
-    condition: cutlass.Boolean, accumulator: cute.Tensor, block: Int32, values: cute.Tensor, thread: Int32, tile: cutlass.Constexpr
+def convert(
+    atoms: BackwardTma,
+    gmem: BackwardGmem,
+    smem: BackwardSmem,
+    pipes: BackwardPipes,
+    sizes: BackwardSizes,
+    number: Int32,
+    lane: Int32,
+    plan: cutlass.Constexpr,
 ):
-    """Leaves the loads of a thread's part in flight. SYNC: of what others added, past no cache of the SM."""
-    if condition:
-        warpgroup, thread_of_warpgroup = thread // WARPGROUP_THREADS, thread % WARPGROUP_THREADS
-        source = dq_fragment(accumulator[Int64(block), None].iterator, warpgroup, thread_of_warpgroup, tile)
-        base = source.iterator.toint()
-        for vector in cutlass.range_constexpr(cute.size(source, mode=[1])):
-            found = cute.arch.inline_ptx(
-                "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0} + %d];" % (4 * source.layout((0, vector))),
-                write_only_types=[Float32] * 4,
-                read_only_args=[base],
-            )
-            for i in cutlass.range_constexpr(4):
-                values[4 * vector + i] = found[i]
+    """Run by converter `number` of a CTA, a warp, until the CTA has no tile left. Blocks go round among all converters."""
+    books, tile = sizes.counters(gmem.counters), plan.tile.dq
+    cta, _, _ = cute.arch.block_idx()
+    converter = CONVERTERS * cta + number
+    num_m_blocks, num_tiles = cute.ceil_div(sizes.seqlen_q, tile.tile_m), cute.ceil_div(sizes.seqlen_k, plan.tile.tile_n)
+    tAsA, tAgA = tma.partition(atoms.accumulator, smem.chunks, cute.local_tile(gmem.mAccumulator, PAIR_BOX, (0, None)))
+    chunk_layout = cute.make_layout((4, WARPGROUP_THREADS, CHUNK_VECTORS))
+    vectors = cute.make_tensor(smem.chunks.iterator + number * cute.size(chunk_layout), chunk_layout)
+    values = cute.make_rmem_tensor((4, CHUNK_VECTORS), Float32)
+    block, num_blocks, num_done = converter, num_m_blocks * books.num_heads, Int32(0)
+    while block < num_blocks:
+        head = block // register.opaque(num_m_blocks)
+        is_over = _is_over(smem)
+        while is_over == 0 and semaphore.read(books.tiles_done(head)) < num_tiles:
+            cute.arch.inline_ptx("nanosleep.u32 2000;")
+            is_over = _is_over(smem)
+        cute.arch.fence_acq_rel_gpu()  # SYNC: what landed before the count
+        cute.arch.fence_proxy("async")  # SYNC: is visible to TMA
+        for chunk in cutlass.range(num_chunks(tile), unroll=1):
+            if is_over == 0:
+                warpgroup, first = _place(chunk, tile)
+                first_pair = (block * BACKWARD_WARPGROUPS + warpgroup) * (num_vectors(tile) // 2) + first // 2
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(pipes.chunks.full(number), 4 * cute.size(chunk_layout))
+                for pair in cutlass.range_constexpr(_PAIRS):
+                    source, target = tAgA[None, first_pair + pair], tAsA[None, _PAIRS * number + pair]
+                    cute.copy(atoms.accumulator, source, target, tma_bar_ptr=pipes.chunks.full(number))
+                pipes.chunks.wait_full(number, num_done % 2)
+                for warp in cutlass.range(_WARPS, unroll=1):
+                    cute.autovec_copy(vectors[None, 32 * warp + lane, None], values)
+                    store_rows(values, sizes.scale, gmem.dq, block, head, chunk, warp, lane, tile)
+                cute.arch.sync_warp()  # SYNC: all lanes have read the chunk
+                num_done += 1
+                is_over = _is_over(smem)
+        block = register.select(is_over == 0, block + CONVERTERS * books.num_ctas, num_blocks)
+    if lane == 0:
+        books.chunks_done(converter).store(num_done)
+
+
+def _place(chunk, tile: DqTile):
+    """(warpgroup, first vector) of a chunk of a block."""
+    chunks_of_warpgroup = num_chunks(tile) // BACKWARD_WARPGROUPS
+    warpgroup = chunk // chunks_of_warpgroup
+    return warpgroup, CHUNK_VECTORS * (chunk - warpgroup * chunks_of_warpgroup)
+
+
+def converter_of(block, num_ctas) -> tuple[Int32, Int32]:
+    """Who turns a block into rows, and as its how manieth."""
+    rank = block // (CONVERTERS * num_ctas)
+    return block - rank * CONVERTERS * num_ctas, rank
 
 
 @cute.jit
-def store_if(
-    condition: cutlass.Boolean,
+def load_vectors(block: cute.Pointer, values: cute.Tensor, chunk: Int32, thread: Int32, tile: cutlass.Constexpr):
+    """A thread's vectors of a chunk, thread: in the warpgroup. What is behind the warpgroup's last vector is no part of it."""
+    warpgroup, first = _place(chunk, tile)
+    layout = cute.make_layout((4, num_vectors(tile)), stride=(1, 4 * WARPGROUP_THREADS))
+    source = cute.make_tensor(block + (warpgroup * num_vectors(tile) * WARPGROUP_THREADS + thread) * 4, layout)
+    for y in cutlass.range_constexpr(CHUNK_VECTORS):
+        cute.autovec_copy(source[None, cutlass.min(first + y, num_vectors(tile) - 1)], values[None, y])
+
+
+@cute.jit
+def store_rows(
     values: cute.Tensor,
     scale: Float32,
     dq: cute.Tensor,
+    block: Int32,
     head: Int32,
-    m_block: Int32,
-    thread: Int32,
+    chunk: Int32,
+    warp: Int32,
+    lane: Int32,
     tile: cutlass.Constexpr,
 ):
-    """A thread's part, times scale, to dq (batch, seqlen_q, heads, head_dim). head: counted through the batches."""
-    if condition:
-        lane, warp, warpgroup = thread % 32, thread % WARPGROUP_THREADS // 32, thread // WARPGROUP_THREADS
-        lane_of_quad, batch_idx = lane % 4, head // dq.shape[2]
+    """Run by a warp: what a warp of the warpgroup added of a chunk, times scale, to dq (batch, seqlen_q, heads, head_dim).
+
+    values: (4, CHUNK_VECTORS). head: that of the block, counted through the batches.
+    """
+    warpgroup, first = _place(chunk, tile)
+    lane_of_quad, heads_of_batch = lane % 4, register.opaque(dq.shape[2])
+    batch_idx, m_block = head // heads_of_batch, block - head * cute.ceil_div(dq.shape[1], tile.tile_m)
+    # Of the first of the lane's two stores, and how far the second one is.
+    if cutlass.const_expr(tile.is_transposed):
+        row, column = 8 * (first + lane_of_quad) + lane // 4, 64 * warpgroup + 16 * warp
+        to_second = 0, 8
+    else:
         is_wide = tile.tile_m == 128
-        # Of the first of the lane's two stores of a chunk; from one to the other; and from chunk to chunk.
-        if cutlass.const_expr(tile.is_transposed):
-            row, column = 8 * lane_of_quad + lane // 4, 64 * warpgroup + 16 * warp
-            by_second, by_chunk = (0, 8), (8 * _CHUNK, 0)
-        else:
-            row = 16 * warp + lane // 4 + (64 * warpgroup if is_wide else 0)
-            column = 8 * lane_of_quad + (0 if is_wide else dq_columns(tile) * warpgroup)
-            by_second, by_chunk = (8, 0), (0, 8 * _CHUNK)
-        row += m_block * tile.tile_m
-        num_vectors = registers(tile) // 4
-        for chunk in cutlass.range_constexpr(-(-num_vectors // _CHUNK)):
-            for second in cutlass.range_constexpr(2):
-                words = _words(values, scale, chunk, second, dq.element_type, tile)
-                words = epilogue.transpose_quad(words, lane_of_quad % 2 == 1, lane_of_quad >= 2)
-                row_of, column_of = (
-                    first + second * a + chunk * b for first, a, b in zip((row, column), by_second, by_chunk)
-                )
-                is_inside = row_of < dq.shape[1] and column_of < dq.shape[3] and _CHUNK * chunk + lane_of_quad < num_vectors
-                index = cute.crd2idx((batch_idx, row_of, head - batch_idx * dq.shape[2], column_of), dq.layout)
-                epilogue.store_16_bytes((dq.iterator + index).toint(), words, Int32(is_inside))
+        row = 16 * warp + lane // 4 + (64 * warpgroup if is_wide else 0)
+        column = 8 * (first + lane_of_quad) + (0 if is_wide else dq_columns(tile) * warpgroup)
+        to_second = 8, 0
+    row += m_block * tile.tile_m
+    for second in cutlass.range_constexpr(2):
+        words = _words(values, scale, second, dq.element_type, tile)
+        words = epilogue.transpose_quad(words, lane_of_quad % 2 == 1, lane_of_quad >= 2)
+        row_of, column_of = row + second * to_second[0], column + second * to_second[1]
+        is_inside = first + lane_of_quad < num_vectors(tile) and row_of < dq.shape[1] and column_of < dq.shape[3]
+        index = cute.crd2idx((batch_idx, row_of, head - batch_idx * heads_of_batch, column_of), dq.layout)
+        epilogue.store_16_bytes((dq.iterator + index).toint(), words, Int32(is_inside))
 
 
-def _words(values, scale, chunk, second, dtype, tile):
-    """Pairs of neighbours, in columns of rows, of one half of the vectors of a chunk; a vector that is none gives a zero."""
-    words = []
-    for vector in range(_CHUNK * chunk, _CHUNK * (chunk + 1)):
-        i = 4 * vector + 2 * second
-        word = register.pack_pair(values[i] * scale, values[i + 1] * scale, dtype) if i < registers(tile) else Int32(0)
-        words.append(register.transpose_8x8(word) if tile.is_transposed else word)
-    return words
+def _words(values, scale, second, dtype, tile):
+    """Pairs of neighbours in a row, of one half of each vector."""
+    i = 2 * second
+    words = [register.pack_pair(values[i, y] * scale, values[i + 1, y] * scale, dtype) for y in range(CHUNK_VECTORS)]
+    return [register.transpose_8x8(word) for word in words] if tile.is_transposed else words
+
+
+def _is_over(smem) -> Int32:
+    """Whether the load warp has no tile left."""
+    flag = cute.arch.inline_ptx(
+        "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[smem.is_over.toint()]
+    )
+    return cute.arch.make_warp_uniform(flag)

@@ -1,14 +1,11 @@
 """dQ writer: the warp that adds dQ of one block of queries after another to the fp32 accumulator in global memory, and
-counts tiles when that is done, and takes units of complete dQ."""
-
-from dataclasses import fields
+counts tiles when that is done."""
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from cute_fa.device import barriers, semaphore, tma
-from cute_fa.kernels.backward import counters
-from cute_fa.kernels.backward.bundles import UNIT_STAGES, BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem
+from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem
 from cute_fa.kernels.backward.tiles import Place
 from cute_fa.tuning.budget import BACKWARD_WARPGROUPS
 
@@ -22,32 +19,19 @@ def write_dq(
     if cutlass.const_expr(plan.tile.has_dq_staging):
         for warpgroup in cutlass.range_constexpr(BACKWARD_WARPGROUPS):
             barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)
-    books, tile_number, num_tiles = sizes.counters(gmem.counters, plan), Int32(0), cute.ceil_div(sizes.seqlen_k, plan.tile.tile_n)
+    books, tile_number = sizes.counters(gmem.counters), Int32(0)
     place = pipes.tiles.wait(tile_number)
     while place.n_block >= 0:
-        _take_unit(books, smem, pipes, tile_number, lane)
         if cutlass.const_expr(plan.tile.has_dq_staging):
             _add_tile(gmem, smem, sizes, place, lane, plan)
         else:
             barriers.wait_for_additions()
         first_head = (place.batch_idx * sizes.num_heads + place.head) * sizes.group
         for g in cutlass.range(lane, sizes.group, 32, unroll=1):
-            counters.count_tile(books, first_head + g, num_tiles)
+            semaphore.count_up(books.tiles_done(first_head + g), Int32(1))
         pipes.tiles.release(tile_number, lane)
         tile_number += 1
         place = pipes.tiles.wait(tile_number)
-
-
-@cute.jit
-def _take_unit(books: counters.Counters, smem: BackwardSmem, pipes: BackwardPipes, tile_number: Int32, lane: Int32):
-    """For the consumers, behind this tile; they do not have to wait then."""
-    stage = tile_number % UNIT_STAGES
-    pipes.units.wait_empty(stage, tile_number // UNIT_STAGES % 2 ^ 1)
-    if lane == 0:
-        unit = counters.take_unit(books)
-        for word, field in enumerate(fields(counters.Unit)):
-            smem.units[word, stage] = getattr(unit, field.name)
-        cute.arch.mbarrier_arrive(pipes.units.full(stage))
 
 
 @cute.jit
@@ -56,7 +40,7 @@ def _add_tile(
 ):
     """Deterministic: additions to a block come in the order of `BackwardSizes.turn`."""
     half = plan.tile.tile_m * plan.tile.head_dim // BACKWARD_WARPGROUPS
-    books = sizes.counters(gmem.counters, plan)
+    books = sizes.counters(gmem.counters)
     for g in cutlass.range(sizes.group, unroll=1):
         first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
         for m_block in cutlass.range(place.m_begin, place.m_end, unroll=1):

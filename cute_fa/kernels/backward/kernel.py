@@ -1,7 +1,5 @@
 """BackwardKernel: the main kernel of exact attention's gradients on sm_90a; dQ is left in fp32."""
 
-import dataclasses
-
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -14,7 +12,6 @@ from cute_fa.device.pipeline import Ring
 from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.backward import bundles, dq_rows, mainloop
 from cute_fa.kernels.backward.bundles import (
-    UNIT_STAGES,
     BackwardGmem,
     BackwardMmas,
     BackwardPipes,
@@ -23,13 +20,19 @@ from cute_fa.kernels.backward.bundles import (
     BackwardTma,
     Consumer,
 )
-from cute_fa.kernels.backward.counters import Unit
 from cute_fa.kernels.backward.dq_writer import write_dq
 from cute_fa.kernels.backward.mainloop import At
 from cute_fa.kernels.backward.producer import load_tiles
 from cute_fa.kernels.backward.tiles import NUM_SLOTS, Place, TileSlots
 from cute_fa.tuning import schedule
-from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS, REGISTER_SPLITS, SMEM_ALIGNMENT
+from cute_fa.tuning.budget import (
+    BACKWARD_STAGES,
+    BACKWARD_WARPGROUPS,
+    CHUNK_VECTORS,
+    CONVERTERS,
+    REGISTER_SPLITS,
+    SMEM_ALIGNMENT,
+)
 from cute_fa.tuning.plan import BackwardPlan, symbol
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
@@ -74,6 +77,12 @@ class BackwardKernel:
         self.prologue, _ = schedule.steps(schedule.SHARED_PROLOGUE if plan.tile.has_p_in_smem else "")
         self.steps, left = schedule.steps(plan.schedule)
         assert not left, f"every product ends in its step, in flight behind it are {left}"
+
+    @property
+    def has_dk_in_dq(self) -> bool:
+        """Whether the consumers take the staging buffer of dQ from the dQ writer for dK, and give it back."""
+        tile = self.plan.tile
+        return self.plan.needs_dq and self.plan.needs_dk and tile.has_dq_staging and not tile.has_room_for_both
 
     def fake_arguments(self):
         """Arguments of `__call__` for the compiler: dtypes, ranks, and the alignment that TMA needs, checked at each call."""
@@ -132,6 +141,7 @@ class BackwardKernel:
             group=q.shape[2] // k.shape[2],
             scale=softmax_scale,
             scale_log2=softmax_scale * softmax.LOG2_E,
+            num_ctas=num_ctas,
         )
         layouts = self._smem_layouts()
         layout_K, layout_V, layout_Q, layout_dO, _ = layouts
@@ -142,7 +152,11 @@ class BackwardKernel:
         rows = cute.make_layout((tile.tile_m, 2 * statistics.shape[0]), stride=(1, tile.tile_m))
         by_row = cute.make_tensor(statistics.iterator, rows)
         atom_statistics, mStatistics = tma.load_atom(by_row, self._statistics_layout(), (tile.tile_m, 1))
-        atom_dk, mdK, atom_dv, mdV = None, None, None, None
+        atom_dk, mdK, atom_dv, mdV, atom_accumulator, mAccumulator = (None,) * 6
+        if cutlass.const_expr(plan.needs_dq and tile.has_converters):
+            rows = cute.make_layout((dq_rows.PAIR_BOX[0], accumulator.shape[0] * (tile.tile_m * tile.head_dim // dq_rows.PAIR_BOX[0])))
+            by_row = cute.make_tensor(accumulator.iterator, rows)
+            atom_accumulator, mAccumulator = tma.load_atom(by_row, self._chunks_layout(), dq_rows.PAIR_BOX)
         if cutlass.const_expr(plan.needs_dk):
             atom_dk, mdK = tma.store_atom(view.rows_first(dk), layout_K, (tile.tile_n, tile.head_dim))
         if cutlass.const_expr(plan.needs_dv):
@@ -158,8 +172,8 @@ class BackwardKernel:
         )
         self.kernel.set_name_prefix(symbol(plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_statistics, atom_dk, atom_dv),
-            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, mStatistics, accumulator, counters, dq),
+            BackwardTma(atom_q, atom_do, atom_k, atom_v, atom_statistics, atom_accumulator, atom_dk, atom_dv),
+            BackwardGmem(mQ, mdO, mK, mV, mdK, mdV, mStatistics, accumulator, counters, dq, mAccumulator),
             mmas,
             sizes,
             *layouts,
@@ -197,9 +211,10 @@ class BackwardKernel:
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
                     ring.init(num_consumer_warps)
                 pipes.tiles.ring.init(num_consumer_warps + plan.needs_dq)
-                pipes.units.init(num_consumer_warps)
+                pipes.chunks.init(1)
+                smem.is_over.store(Int32(0))
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
-        cute.arch.sync_threads()  # SYNC: barriers before anyone waits at them
+        cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
         if role == 0:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
@@ -207,6 +222,9 @@ class BackwardKernel:
             if cutlass.const_expr(plan.needs_dq):
                 if warp_idx == 1:
                     write_dq(gmem, smem, pipes, sizes, lane, plan)
+            if cutlass.const_expr(plan.needs_dq and plan.tile.has_converters):
+                if warp_idx >= 2:
+                    dq_rows.convert(atoms, gmem, smem, pipes, sizes, warp_idx - 2, lane, plan)
         else:
             cute.arch.setmaxregister_increase(self.registers.consumer)
             self.consume(atoms, gmem, mmas, smem, pipes, sizes, thread - WARPGROUP_THREADS, lane)
@@ -236,6 +254,8 @@ class BackwardKernel:
             if cutlass.const_expr(plan.needs_ds):
                 pipes.v.wait_full(0, tile_number % 2)
             epilogue.wait_for_store(is_first_warp)
+            if cutlass.const_expr(self.has_dk_in_dq):
+                _free_dq(is_first_warp and tile_number > 0)
             barriers.sync_consumers()  # SYNC: the last tile's dK and dV have been read, dS may be written
             last = number + sizes.group * (place.m_end - place.m_begin) - 1
             if cutlass.const_expr(len(self.prologue)):
@@ -253,8 +273,6 @@ class BackwardKernel:
                 pipes.v.release(0, lane)
             self._store(atoms, w, pipes.tiles.read(tile_number), is_first_warp)
             pipes.tiles.release(tile_number, lane)
-            if cutlass.const_expr(plan.needs_dq):
-                self._write_unit(w, tile_number, lane)
             tile_number += 1
             place = pipes.tiles.wait(tile_number)
         epilogue.wait_for_store(is_first_warp)
@@ -264,11 +282,14 @@ class BackwardKernel:
         """dV and dK leave through the buffers of dS and P; the stores are left in flight."""
         plan, tile, smem, gmem = self.plan, self.plan.tile, w.smem, w.gmem
         thread = register.opaque(w.thread)
+        has_room = tile.has_room_for_both or tile.has_dq_staging
+        if cutlass.const_expr(self.has_dk_in_dq):
+            barriers.wait_buffer(barriers.BUFFER_FREE, w.warpgroup)
         if cutlass.const_expr(plan.needs_dk or plan.needs_dv):
-            barriers.sync_consumers()  # SYNC: both warpgroups are done with dS and P
+            barriers.sync_consumers()  # SYNC: both warpgroups are done with dS and P, and may write to the buffer of dQ
         if cutlass.const_expr(plan.needs_dv):
             self._stage(w.mmas.dv, w.acc_dV, smem.sdV, thread)
-            if cutlass.const_expr(plan.needs_dk and not tile.has_room_for_both):
+            if cutlass.const_expr(plan.needs_dk and not has_room):
                 self._store_staged(atoms.dv, smem.sdV, gmem.mdV, tile.head_dim_v, place, is_first_warp)
                 epilogue.wait_for_store(is_first_warp)
                 barriers.sync_consumers()  # SYNC: dV has been read
@@ -277,30 +298,11 @@ class BackwardKernel:
                 w.acc_dK[i] = w.acc_dK[i] * w.sizes.scale
             self._stage(w.mmas.dk, w.acc_dK, smem.sdK, thread)
             self._store_staged(atoms.dk, smem.sdK, gmem.mdK, tile.head_dim, place, is_first_warp)
-        if cutlass.const_expr(plan.needs_dv and (tile.has_room_for_both or not plan.needs_dk)):
+        if cutlass.const_expr(plan.needs_dv and (has_room or not plan.needs_dk)):
             self._store_staged(atoms.dv, smem.sdV, gmem.mdV, tile.head_dim_v, place, is_first_warp)
         if cutlass.const_expr(plan.needs_dq and not tile.has_dq_staging):
             cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
             barriers.pass_additions()
-
-    @cute.jit
-    def _write_unit(self, w, tile_number, lane):
-        """Rows of the dQ that the CTA took, while the next K and V arrive; in as many blocks at once as 64 registers hold."""
-        stage, dq, tile = tile_number % UNIT_STAGES, w.gmem.dq, self.plan.tile.dq
-        w.pipes.units.wait_full(stage, tile_number // UNIT_STAGES % 2)
-        unit = Unit(*[cute.arch.make_warp_uniform(w.smem.units[word, stage]) for word in range(len(dataclasses.fields(Unit)))])
-        cute.arch.sync_warp()  # SYNC: all lanes have read
-        w.pipes.units.release(stage, lane)
-        thread, done = register.opaque(w.thread), Int32(0)
-        blocks = [cute.make_rmem_tensor(dq_rows.registers(tile), Float32) for _ in range(max(64 // dq_rows.registers(tile), 1))]
-        while done < unit.count:
-            for i in cutlass.range_constexpr(len(blocks)):
-                blocks[i].fill(0.0)  # else what is not loaded would live on, through the next tile
-                dq_rows.load_if(done + i < unit.count, w.gmem.accumulator, unit.block + done + i, blocks[i], thread, tile)
-            for i in cutlass.range_constexpr(len(blocks)):
-                m_block = unit.m_block + done + i
-                dq_rows.store_if(done + i < unit.count, blocks[i], w.sizes.scale, dq, unit.head, m_block, thread, tile)
-            done += len(blocks)
 
     @cute.jit
     def _store_staged(self, atom, smem, mTensor, head_dim, place, is_first_warp):
@@ -414,13 +416,17 @@ class BackwardKernel:
         """Of sLSE and sDelta."""
         return cute.make_layout((self.plan.tile.tile_m, 1, BACKWARD_STAGES))
 
+    def _chunks_layout(self):
+        """Of what converters read: pairs of vectors."""
+        return cute.make_layout((*dq_rows.PAIR_BOX, CONVERTERS * CHUNK_VECTORS // 2))
+
     def _allocate(self, layout_K, layout_V, layout_Q, layout_dO, layout_dS):
         """Shared memory as `BackwardTile.smem_bytes` counts it; buffers of tiles first, so that there are no gaps."""
         tile = self.plan.tile
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "units": UNIT_STAGES}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
@@ -428,10 +434,12 @@ class BackwardKernel:
         vectors = {"lse": tile.tile_m * BACKWARD_STAGES, "delta": tile.tile_m * BACKWARD_STAGES}
         if tile.has_dq_staging:
             vectors["dq"] = tile.tile_m * tile.head_dim
+        if tile.has_converters:
+            vectors["chunks"] = cute.size(self._chunks_layout())
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
         fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
         fields["tiles"] = TileSlots.storage()
-        fields["units"] = cute.struct.MemRange[Int32, len(dataclasses.fields(Unit)) * UNIT_STAGES]
+        fields["is_over"] = cute.struct.MemRange[Int32, 1]
         storage = hopper.SmemAllocator().allocate(cute.struct(type("BackwardStorage", (), {"__annotations__": fields})))
         tensors = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()
@@ -443,13 +451,15 @@ class BackwardKernel:
         pipes = BackwardPipes(
             *(Ring(rings[name], stages[name]) for name in ("q", "do", "k", "v")),
             TileSlots.at(storage.tiles.data_ptr(), rings["tiles"]),
-            Ring(rings["units"], UNIT_STAGES),
+            Ring(rings["chunks"], CONVERTERS),
         )
-        # dV, and dK in its place or behind it.
-        behind = cute.cosize(layout_V) if tile.has_room_for_both else 0
+        # dV in the place of dS; dK behind it, or in that of dQ, or in the same.
+        place_of_dk = storage.ds.data_ptr() + (cute.cosize(layout_V) if tile.has_room_for_both else 0)
+        if tile.has_dq_staging and not tile.has_room_for_both:
+            place_of_dk = storage.dq.data_ptr()
         sdV, sdK = (
-            cute.make_tensor(cute.recast_ptr(storage.ds.data_ptr() + offset, layout.inner, dtype=self.dtype), layout.outer)
-            for offset, layout in ((0, layout_V), (behind, layout_K))
+            cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+            for pointer, layout in ((storage.ds.data_ptr(), layout_V), (place_of_dk, layout_K))
         )
         smem = BackwardSmem(
             tensors["k"],
@@ -463,6 +473,15 @@ class BackwardKernel:
             storage.dq.data_ptr() if tile.has_dq_staging else None,
             sdV,
             sdK,
-            storage.units.get_tensor(cute.make_layout((len(dataclasses.fields(Unit)), UNIT_STAGES))),
+            storage.chunks.get_tensor(self._chunks_layout()) if tile.has_converters else None,
+            storage.is_over.data_ptr(),
         )
         return smem, pipes
+
+
+@cute.jit
+def _free_dq(condition: Boolean):
+    """Run by every consumer warp: the first one, whose store has read the staging buffer, stands in for the dQ writer."""
+    if condition:
+        for warpgroup in cutlass.range_constexpr(BACKWARD_WARPGROUPS):
+            barriers.pass_buffer(barriers.BUFFER_FREE, warpgroup)

@@ -179,7 +179,7 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        counter = w.sizes.counters(w.gmem.counters, w.plan).warpgroups_done(at.block)
+        counter = w.sizes.counters(w.gmem.counters).warpgroups_done(at.block)
         turn = w.sizes.turn(at.place.n_block, at.m_block, w.plan)
         _wait_in_first_thread(counter, BACKWARD_WARPGROUPS * turn, thread)
         barriers.sync_warpgroup(w.warpgroup)  # SYNC: behind the thread that waited

@@ -32,7 +32,7 @@ def load_tiles(
     tsLSE, tgStatistics = tma.partition(atoms.statistics, smem.sLSE, gStatistics)
     tsDelta, _ = tma.partition(atoms.statistics, smem.sDelta, gStatistics)
     state = pipes.q.state(PRODUCER)  # both rings move in step
-    books, tile_number = sizes.counters(gmem.counters, plan), Int32(0)
+    books, tile_number = sizes.counters(gmem.counters), Int32(0)
     place = sizes.place(cute.arch.shuffle_sync(counters.take_tile(books, lane), 0), plan)
     tiles.post(pipes.tiles, tile_number, lane, place)
     while place.n_block >= 0:
@@ -61,3 +61,4 @@ def load_tiles(
         place = sizes.place(cute.arch.shuffle_sync(asked, 0), plan)
         tile_number += 1
         tiles.post(pipes.tiles, tile_number, lane, place)
+    smem.is_over.store(Int32(1))
