@@ -11,12 +11,14 @@ from cutlass import Float32, Int32, cute
 
 from cute_fa.device import mma, register
 from cute_fa.device.band import Band
-from cute_fa.device.order import HeadAfterHead, LongestFirst
+from cute_fa.device.order import L2_BYTES, HeadAfterHead, LongestFirst
 from cute_fa.device.pipeline import Ring
 from cute_fa.kernels.backward.counters import Counters
 from cute_fa.kernels.backward.tiles import Place, TileSlots
 from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, BackwardTile, DqTile
 from cute_fa.tuning.plan import BackwardPlan
+
+TURN_STAGES = 2
 
 _TILES_SIDE_BY_SIDE = 128  # about as many as there are SMs
 
@@ -138,7 +140,12 @@ class BackwardSizes:
         blocks = cute.ceil_div(seqlen_k, plan.tile.tile_n)
         if plan.is_causal:
             # A section is counted in query heads, because their Q, dO and dQ are what its CTAs share in L2.
-            heads = cutlass.max(plan.heads_per_section // self.group, 1)
+            heads = plan.heads_per_section
+            if plan.is_shortest_first:
+                # PERF: tiles that begin at different blocks of queries share them in L2 only if all of a section fits.
+                tile = plan.tile
+                heads = L2_BYTES // (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim) // self.seqlen_q
+            heads = cutlass.max(heads // self.group, 1)
             return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=plan.is_shortest_first)
         if plan.is_deterministic:
             # PERF: a tile is one step behind that of the keys before. With as many heads side by side as run together, the
@@ -195,7 +202,8 @@ class BackwardSmem:
 @dataclass(frozen=True)
 class BackwardPipes:
     """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V have one stage. tiles: to
-    the dQ writer, too. chunks: from each converter to itself, a stage each."""
+    the dQ writer, too. chunks: from each converter to itself, a stage each. turns:
+    from the dQ writer to consumers that add from registers in a fixed order."""
 
     q: Ring
     do: Ring
@@ -203,6 +211,7 @@ class BackwardPipes:
     v: Ring
     tiles: TileSlots
     chunks: Ring
+    turns: Ring
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cute_fa.device.pipeline import Ring
 from cute_fa.device.smem import tile_layout
 from cute_fa.kernels.backward import bundles, dq_rows, mainloop
 from cute_fa.kernels.backward.bundles import (
+    TURN_STAGES,
     BackwardGmem,
     BackwardMmas,
     BackwardPipes,
@@ -211,7 +212,8 @@ class BackwardKernel:
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
                     ring.init(num_consumer_warps)
                 pipes.tiles.ring.init(num_consumer_warps + plan.needs_dq)
-                pipes.chunks.init(1)
+                for ring in (pipes.chunks, pipes.turns):
+                    ring.init(1)
                 smem.is_over.store(Int32(0))
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
         cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
@@ -257,16 +259,16 @@ class BackwardKernel:
             if cutlass.const_expr(self.has_dk_in_dq):
                 _free_dq(is_first_warp and tile_number > 0)
             barriers.sync_consumers()  # SYNC: the last tile's dK and dV have been read, dS may be written
-            last = number + sizes.group * (place.m_end - place.m_begin) - 1
+            first, last = number, number + sizes.group * (place.m_end - place.m_begin) - 1
             if cutlass.const_expr(len(self.prologue)):
-                mainloop.run(w, self.prologue, At(number - 1, last, place, place.m_begin, Int32(0), None))
+                mainloop.run(w, self.prologue, At(number - 1, first, last, place, place.m_begin, Int32(0), None))
             for g in cutlass.range(sizes.group, unroll=1):
                 first_block = sizes.first_block(place.head * sizes.group + g, place.batch_idx, plan)
                 for m_block in cutlass.range(place.m_begin, place.m_unmasked, unroll=1):
-                    mainloop.run(w, self.steps, At(number, last, place, m_block, first_block + m_block, band))
+                    mainloop.run(w, self.steps, At(number, first, last, place, m_block, first_block + m_block, band))
                     number += 1
                 for m_block in cutlass.range(place.m_unmasked, place.m_end, unroll=1):
-                    mainloop.run(w, self.steps, At(number, last, place, m_block, first_block + m_block, None))
+                    mainloop.run(w, self.steps, At(number, first, last, place, m_block, first_block + m_block, None))
                     number += 1
             pipes.k.release(0, lane)
             if cutlass.const_expr(plan.needs_ds):
@@ -426,7 +428,7 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS, "turns": TURN_STAGES}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
@@ -452,6 +454,7 @@ class BackwardKernel:
             *(Ring(rings[name], stages[name]) for name in ("q", "do", "k", "v")),
             TileSlots.at(storage.tiles.data_ptr(), rings["tiles"]),
             Ring(rings["chunks"], CONVERTERS),
+            Ring(rings["turns"], TURN_STAGES),
         )
         # dV in the place of dS; dK behind it, or in that of dQ, or in the same.
         place_of_dk = storage.ds.data_ptr() + (cute.cosize(layout_V) if tile.has_room_for_both else 0)

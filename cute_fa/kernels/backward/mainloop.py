@@ -5,21 +5,22 @@ from typing import NamedTuple
 from cutlass import Boolean, Int32, Int64, cute
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
-from cute_fa.device import barriers, mask, mma, register, semaphore
+from cute_fa.device import barriers, mask, mma, register
 from cute_fa.kernels.backward.bundles import Consumer, dq_fragment
 from cute_fa.kernels.backward.tiles import Place
-from cute_fa.tuning.budget import BACKWARD_STAGES, BACKWARD_WARPGROUPS
+from cute_fa.tuning.budget import BACKWARD_STAGES
 from cute_fa.tuning.schedule import Step
 
 
 class At(NamedTuple):
-    """Where a step is: its number among the CTA's steps, and that of the tile's last one; the tile; its block of queries, in
+    """Where a step is: its number among the CTA's steps, and those of the tile's first and last one; the tile; its block of queries, in
     its head and among all.
 
     band: of the masked steps, None where every query sees every key of the tile.
     """
 
     number: Int32
+    first: Int32
     last: Int32
     place: Place
     m_block: Int32
@@ -179,10 +180,9 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        counter = w.sizes.counters(w.gmem.counters).warpgroups_done(at.block)
-        turn = w.sizes.turn(at.place.n_block, at.m_block, w.plan)
-        _wait_in_first_thread(counter, BACKWARD_WARPGROUPS * turn, thread)
-        barriers.sync_warpgroup(w.warpgroup)  # SYNC: behind the thread that waited
+        w.pipes.turns.wait_full(*_ring(w.pipes.turns, at.number))
+        # PERF: the fence is for the last step's additions, which have landed by now.
+        _pass_additions_if(at.number > at.first)
     target = dq_fragment(w.gmem.accumulator[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
     base = target.iterator.toint()
     for vector in range(count // 4):
@@ -190,22 +190,13 @@ def _store_dq(w, at, step):
             "red.relaxed.gpu.global.add.v4.f32 [{$r0} + %d], {{$r1}, {$r2}, {$r3}, {$r4}};" % (4 * target.layout((0, vector))),
             read_only_args=[base] + [values[i, vector] for i in range(4)],
         )
-    if w.plan.is_deterministic:
+
+
+@cute.jit
+def _pass_additions_if(condition: Boolean):
+    if condition:
         cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
-        barriers.sync_warpgroup(w.warpgroup)
-        _count_in_first_thread(counter, thread)
-
-
-@cute.jit
-def _wait_in_first_thread(counter: cute.Pointer, value: Int32, thread: Int32):
-    if thread == 0:
-        semaphore.wait_for(counter, value)
-
-
-@cute.jit
-def _count_in_first_thread(counter: cute.Pointer, thread: Int32):
-    if thread == 0:
-        semaphore.count_up(counter, Int32(1))
+        barriers.pass_additions()
 
 
 def _free_q(w, at, step):
