@@ -12,7 +12,6 @@ WARPGROUP = 5  # WARPGROUP + w: all threads of warpgroup w
 CONSUMERS = 8  # all threads of two consumer warpgroups
 BUFFER_FREE = 9  # BUFFER_FREE + w: warpgroup w may write to its buffer; a warp has read it
 BUFFER_FULL = 11  # BUFFER_FULL + w: the warp may read it
-ADDED = 13  # two consumer warpgroups have added all to global memory; a warp waits for it
 
 
 def wait_for_turn(warpgroup):
@@ -43,13 +42,3 @@ def wait_buffer(barrier: int, warpgroup):
 def pass_buffer(barrier: int, warpgroup):
     """SYNC: the other side of `wait_buffer`; does not wait."""
     cute.arch.barrier_arrive(barrier_id=barrier + warpgroup, number_of_threads=WARPGROUP_THREADS + 32)
-
-
-def pass_additions():
-    """SYNC: run by two consumer warpgroups, lets a warp count what they added; does not wait."""
-    cute.arch.barrier_arrive(barrier_id=ADDED, number_of_threads=2 * WARPGROUP_THREADS + 32)
-
-
-def wait_for_additions():
-    """SYNC: the other side of `pass_additions`."""
-    cute.arch.barrier(barrier_id=ADDED, number_of_threads=2 * WARPGROUP_THREADS + 32)

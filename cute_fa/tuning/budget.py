@@ -157,7 +157,7 @@ class BackwardTile:
         dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
         chunks = has_converters * CONVERTERS * CHUNK_VECTORS * 16 * WARPGROUP_THREADS
         statistics = 2 * BACKWARD_STAGES * self.tile_m * FP32_BYTES
-        barriers = (2 * 1 + 2 * BACKWARD_STAGES + 2 + CONVERTERS + 2) * 2 * MBARRIER_BYTES
+        barriers = (2 * 1 + 2 * BACKWARD_STAGES + 2 + CONVERTERS + 2 * 2) * 2 * MBARRIER_BYTES
         tiles = 16 * FP32_BYTES
         return k + v + q + do + ds + p + dq + chunks + _align(statistics + barriers + tiles)
 

@@ -89,6 +89,11 @@ class BackwardPlan:
         return 1 + num_heads + CONVERTERS * num_ctas + self.is_deterministic * num_blocks
 
     @property
+    def has_converters(self) -> bool:
+        """Whether warps of the main kernel turn dQ into rows; in a fixed order they have other work."""
+        return self.needs_dq and not self.is_deterministic and self.tile.has_converters
+
+    @property
     def needs_ds(self) -> bool:
         return self.needs_dq or self.needs_dk
 

@@ -202,8 +202,8 @@ class BackwardSmem:
 @dataclass(frozen=True)
 class BackwardPipes:
     """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V have one stage. tiles: to
-    the dQ writer, too. chunks: from each converter to itself, a stage each. turns:
-    from the dQ writer to consumers that add from registers in a fixed order."""
+    the dQ writer, too. chunks: from each converter to itself, a stage each. turns, landed:
+    to and from who adds dQ in a fixed order (`turns.py`)."""
 
     q: Ring
     do: Ring
@@ -212,6 +212,7 @@ class BackwardPipes:
     tiles: TileSlots
     chunks: Ring
     turns: Ring
+    landed: Ring
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from cute_fa.kernels.backward.bundles import (
 from cute_fa.kernels.backward.dq_writer import write_dq
 from cute_fa.kernels.backward.mainloop import At
 from cute_fa.kernels.backward.producer import load_tiles
-from cute_fa.kernels.backward.tiles import NUM_SLOTS, Place, TileSlots
+from cute_fa.kernels.backward.tiles import NUM_SLOTS, TileSlots
+from cute_fa.kernels.backward.turns import keep_turns
 from cute_fa.tuning import schedule
 from cute_fa.tuning.budget import (
     BACKWARD_STAGES,
@@ -154,7 +155,7 @@ class BackwardKernel:
         by_row = cute.make_tensor(statistics.iterator, rows)
         atom_statistics, mStatistics = tma.load_atom(by_row, self._statistics_layout(), (tile.tile_m, 1))
         atom_dk, mdK, atom_dv, mdV, atom_accumulator, mAccumulator = (None,) * 6
-        if cutlass.const_expr(plan.needs_dq and tile.has_converters):
+        if cutlass.const_expr(plan.has_converters):
             rows = cute.make_layout((dq_rows.PAIR_BOX[0], accumulator.shape[0] * (tile.tile_m * tile.head_dim // dq_rows.PAIR_BOX[0])))
             by_row = cute.make_tensor(accumulator.iterator, rows)
             atom_accumulator, mAccumulator = tma.load_atom(by_row, self._chunks_layout(), dq_rows.PAIR_BOX)
@@ -211,9 +212,12 @@ class BackwardKernel:
                 num_consumer_warps = WARPS_PER_WARPGROUP * BACKWARD_WARPGROUPS
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
                     ring.init(num_consumer_warps)
-                pipes.tiles.ring.init(num_consumer_warps + plan.needs_dq)
-                for ring in (pipes.chunks, pipes.turns):
-                    ring.init(1)
+                has_writer = plan.needs_dq and plan.tile.has_dq_staging
+                num_adders = 1 if has_writer else num_consumer_warps
+                pipes.tiles.ring.init(num_consumer_warps + has_writer + 2 * plan.is_deterministic)
+                pipes.chunks.init(1)
+                pipes.turns.init(num_adders)
+                pipes.landed.init(1, num_adders)
                 smem.is_over.store(Int32(0))
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
         cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
@@ -221,12 +225,17 @@ class BackwardKernel:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
                 load_tiles(atoms, gmem, smem, pipes, sizes, lane, plan)
-            if cutlass.const_expr(plan.needs_dq):
+            if cutlass.const_expr(plan.needs_dq and plan.tile.has_dq_staging):
                 if warp_idx == 1:
                     write_dq(gmem, smem, pipes, sizes, lane, plan)
-            if cutlass.const_expr(plan.needs_dq and plan.tile.has_converters):
+            if cutlass.const_expr(plan.has_converters):
                 if warp_idx >= 2:
                     dq_rows.convert(atoms, gmem, smem, pipes, sizes, warp_idx - 2, lane, plan)
+            if cutlass.const_expr(plan.is_deterministic):
+                if warp_idx == 2:
+                    keep_turns(gmem, pipes, sizes, lane, False, plan)
+                if warp_idx == 3:
+                    keep_turns(gmem, pipes, sizes, lane, True, plan)
         else:
             cute.arch.setmaxregister_increase(self.registers.consumer)
             self.consume(atoms, gmem, mmas, smem, pipes, sizes, thread - WARPGROUP_THREADS, lane)
@@ -274,6 +283,8 @@ class BackwardKernel:
             if cutlass.const_expr(plan.needs_ds):
                 pipes.v.release(0, lane)
             self._store(atoms, w, pipes.tiles.read(tile_number), is_first_warp)
+            if cutlass.const_expr(plan.is_deterministic and not plan.tile.has_dq_staging):
+                mainloop.say_landed_if(number > first, pipes, number - 1, lane)
             pipes.tiles.release(tile_number, lane)
             tile_number += 1
             place = pipes.tiles.wait(tile_number)
@@ -302,9 +313,6 @@ class BackwardKernel:
             self._store_staged(atoms.dk, smem.sdK, gmem.mdK, tile.head_dim, place, is_first_warp)
         if cutlass.const_expr(plan.needs_dv and (has_room or not plan.needs_dk)):
             self._store_staged(atoms.dv, smem.sdV, gmem.mdV, tile.head_dim_v, place, is_first_warp)
-        if cutlass.const_expr(plan.needs_dq and not tile.has_dq_staging):
-            cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
-            barriers.pass_additions()
 
     @cute.jit
     def _store_staged(self, atom, smem, mTensor, head_dim, place, is_first_warp):
@@ -428,7 +436,7 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS, "turns": TURN_STAGES}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS, "turns": TURN_STAGES, "landed": TURN_STAGES}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()
@@ -436,7 +444,7 @@ class BackwardKernel:
         vectors = {"lse": tile.tile_m * BACKWARD_STAGES, "delta": tile.tile_m * BACKWARD_STAGES}
         if tile.has_dq_staging:
             vectors["dq"] = tile.tile_m * tile.head_dim
-        if tile.has_converters:
+        if self.plan.has_converters:
             vectors["chunks"] = cute.size(self._chunks_layout())
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
         fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
@@ -454,7 +462,7 @@ class BackwardKernel:
             *(Ring(rings[name], stages[name]) for name in ("q", "do", "k", "v")),
             TileSlots.at(storage.tiles.data_ptr(), rings["tiles"]),
             Ring(rings["chunks"], CONVERTERS),
-            Ring(rings["turns"], TURN_STAGES),
+            *(Ring(rings[name], TURN_STAGES) for name in ("turns", "landed")),
         )
         # dV in the place of dS; dK behind it, or in that of dQ, or in the same.
         place_of_dk = storage.ds.data_ptr() + (cute.cosize(layout_V) if tile.has_room_for_both else 0)
@@ -476,7 +484,7 @@ class BackwardKernel:
             storage.dq.data_ptr() if tile.has_dq_staging else None,
             sdV,
             sdK,
-            storage.chunks.get_tensor(self._chunks_layout()) if tile.has_converters else None,
+            storage.chunks.get_tensor(self._chunks_layout()) if self.plan.has_converters else None,
             storage.is_over.data_ptr(),
         )
         return smem, pipes

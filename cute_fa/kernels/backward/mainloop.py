@@ -6,7 +6,8 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import barriers, mask, mma, register
-from cute_fa.kernels.backward.bundles import Consumer, dq_fragment
+from cute_fa.device.pipeline import arrive
+from cute_fa.kernels.backward.bundles import BackwardPipes, Consumer, dq_fragment
 from cute_fa.kernels.backward.tiles import Place
 from cute_fa.tuning.budget import BACKWARD_STAGES
 from cute_fa.tuning.schedule import Step
@@ -180,9 +181,11 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        w.pipes.turns.wait_full(*_ring(w.pipes.turns, at.number))
         # PERF: the fence is for the last step's additions, which have landed by now.
-        _pass_additions_if(at.number > at.first)
+        say_landed_if(at.number > at.first, w.pipes, at.number - 1, w.lane)
+        turn = _ring(w.pipes.turns, at.number)
+        w.pipes.turns.wait_full(*turn)
+        w.pipes.turns.release(turn[0], w.lane)
     target = dq_fragment(w.gmem.accumulator[Int64(at.block), None].iterator, w.warpgroup, thread, w.plan.tile.dq)
     base = target.iterator.toint()
     for vector in range(count // 4):
@@ -193,10 +196,18 @@ def _store_dq(w, at, step):
 
 
 @cute.jit
-def _pass_additions_if(condition: Boolean):
+def say_landed_if(condition: Boolean, pipes: BackwardPipes, number: Int32, lane: Int32):
     if condition:
-        cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
-        barriers.pass_additions()
+        _say_landed(pipes, number, lane)
+
+
+def _say_landed(pipes: BackwardPipes, number, lane):
+    """What the consumer warp added from registers in step `number` has landed."""
+    index, phase = _ring(pipes.landed, number)
+    cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
+    pipes.landed.wait_empty(index, phase ^ 1)
+    cute.arch.sync_warp()
+    arrive(pipes.landed.full(index), lane)
 
 
 def _free_q(w, at, step):
