@@ -20,6 +20,7 @@ BACKWARD_WARPGROUPS = 2  # consumers
 
 CONVERTERS = 2  # warps of a CTA that turn dQ into rows
 CHUNK_VECTORS = 4  # of 16 bytes a thread of a warpgroup: what a converter reads at a time
+CHUNK_BYTES = CHUNK_VECTORS * 16 * WARPGROUP_THREADS
 
 # The 128-byte swizzle of TMA and wgmma repeats every 1024 bytes of address, so each buffer of tiles starts there.
 SMEM_ALIGNMENT = 1024
@@ -140,26 +141,21 @@ class BackwardTile:
         return self.head_dim + self.head_dim_v <= rows_of_ds
 
     @property
-    def has_converters(self) -> bool:
-        """Whether there is room for what converters read."""
-        return self._smem_bytes(1) <= MAX_SMEM_BYTES_PER_BLOCK
+    def has_room_for_converters(self) -> bool:
+        return self.smem_bytes + CONVERTERS * CHUNK_BYTES <= MAX_SMEM_BYTES_PER_BLOCK
 
     @property
     def smem_bytes(self) -> int:
-        return self._smem_bytes(self.has_converters)
-
-    def _smem_bytes(self, has_converters) -> int:
-        """K, V, the rings of Q and dO, dS (and P), dQ, chunks; then lse, delta, mbarriers and tiles."""
+        """K, V, the rings of Q and dO, dS (and P), dQ; then lse, delta, mbarriers and tiles. Converters take CHUNK_BYTES each."""
         k, v = (_buffer_bytes(1, self.tile_n, dim) for dim in (self.head_dim, self.head_dim_v))
         q, do = (_buffer_bytes(BACKWARD_STAGES, self.tile_m, dim) for dim in (self.head_dim, self.head_dim_v))
         ds = _buffer_bytes(BACKWARD_STAGES, self.tile_m, self.tile_n)
         p = ds if self.has_p_in_smem else 0
         dq = _align(self.tile_m * self.head_dim * FP32_BYTES) if self.has_dq_staging else 0
-        chunks = has_converters * CONVERTERS * CHUNK_VECTORS * 16 * WARPGROUP_THREADS
         statistics = 2 * BACKWARD_STAGES * self.tile_m * FP32_BYTES
         barriers = (2 * 1 + 2 * BACKWARD_STAGES + 2 + CONVERTERS + 2 * 2) * 2 * MBARRIER_BYTES
         tiles = 16 * FP32_BYTES
-        return k + v + q + do + ds + p + dq + chunks + _align(statistics + barriers + tiles)
+        return k + v + q + do + ds + p + dq + _align(statistics + barriers + tiles)
 
     @property
     def registers_per_thread(self) -> int:

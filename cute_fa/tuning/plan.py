@@ -8,7 +8,7 @@ what it is meant to be.
 
 from dataclasses import dataclass
 
-from cute_fa.tuning.budget import CONVERTERS, BackwardTile, DqTile, ForwardTile
+from cute_fa.tuning.budget import CHUNK_BYTES, CONVERTERS, BackwardTile, DqTile, ForwardTile
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -91,7 +91,7 @@ class BackwardPlan:
     @property
     def has_converters(self) -> bool:
         """Whether warps of the main kernel turn dQ into rows; in a fixed order they have other work."""
-        return self.needs_dq and not self.is_deterministic and self.tile.has_converters
+        return self.needs_dq and not self.is_deterministic and self.tile.has_room_for_converters
 
     @property
     def needs_ds(self) -> bool:
@@ -106,7 +106,7 @@ class BackwardPlan:
 
     @property
     def smem_bytes(self) -> int:
-        return self.tile.smem_bytes
+        return self.tile.smem_bytes + self.has_converters * CONVERTERS * CHUNK_BYTES
 
     @property
     def required_opcodes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, cute
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import epilogue, register, semaphore, tma
 from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem, BackwardTma, dq_columns
-from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, CHUNK_VECTORS, CONVERTERS, DqTile
+from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, CHUNK_BYTES, CHUNK_VECTORS, CONVERTERS, DqTile
 
 _WARPS = WARPGROUP_THREADS // 32
 _PAIRS = CHUNK_VECTORS // 2  # of vectors: TMA copies two at a time
@@ -47,32 +47,34 @@ def convert(
     chunk_layout = cute.make_layout((4, WARPGROUP_THREADS, CHUNK_VECTORS))
     vectors = cute.make_tensor(smem.chunks.iterator + number * cute.size(chunk_layout), chunk_layout)
     values = cute.make_rmem_tensor((4, CHUNK_VECTORS), Float32)
-    block, num_blocks, num_done = converter, num_m_blocks * books.num_heads, Int32(0)
-    while block < num_blocks:
-        head = block // register.opaque(num_m_blocks)
-        is_over = _is_over(smem)
-        while is_over == 0 and semaphore.read(books.tiles_done(head)) < num_tiles:
-            cute.arch.inline_ptx("nanosleep.u32 2000;")
-            is_over = _is_over(smem)
-        cute.arch.fence_acq_rel_gpu()  # SYNC: what landed before the count
-        cute.arch.fence_proxy("async")  # SYNC: is visible to TMA
-        for chunk in cutlass.range(num_chunks(tile), unroll=1):
-            if is_over == 0:
-                warpgroup, first = _place(chunk, tile)
-                first_pair = (block * BACKWARD_WARPGROUPS + warpgroup) * (num_vectors(tile) // 2) + first // 2
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(pipes.chunks.full(number), 4 * cute.size(chunk_layout))
-                for pair in cutlass.range_constexpr(_PAIRS):
-                    source, target = tAgA[None, first_pair + pair], tAsA[None, _PAIRS * number + pair]
-                    cute.copy(atoms.accumulator, source, target, tma_bar_ptr=pipes.chunks.full(number))
-                pipes.chunks.wait_full(number, num_done % 2)
-                for warp in cutlass.range(_WARPS, unroll=1):
-                    cute.autovec_copy(vectors[None, 32 * warp + lane, None], values)
-                    store_rows(values, sizes.scale, gmem.dq, block, head, chunk, warp, lane, tile)
-                cute.arch.sync_warp()  # SYNC: all lanes have read the chunk
-                num_done += 1
+    num_done, is_over = Int32(0), Int32(0)  # chunks; little else is kept in registers, which hold 16 numbers at a time
+    block = converter
+    while is_over == 0 and block < register.opaque(num_m_blocks) * books.num_heads:
+        chunk = num_done % num_chunks(tile)
+        if chunk == 0:
+            head = block // register.opaque(num_m_blocks)
+            while is_over == 0 and semaphore.read(books.tiles_done(head)) < num_tiles:
+                cute.arch.inline_ptx("nanosleep.u32 4000;")
                 is_over = _is_over(smem)
-        block = register.select(is_over == 0, block + CONVERTERS * books.num_ctas, num_blocks)
+            cute.arch.fence_acq_rel_gpu()  # SYNC: what landed before the count
+            cute.arch.fence_proxy("async")  # SYNC: is visible to TMA
+        if is_over == 0:
+            warpgroup, first = _place(chunk, tile)
+            first_pair = (block * BACKWARD_WARPGROUPS + warpgroup) * (num_vectors(tile) // 2) + first // 2
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(pipes.chunks.full(number), CHUNK_BYTES)
+            for pair in cutlass.range_constexpr(_PAIRS):
+                source, target = tAgA[None, first_pair + pair], tAsA[None, _PAIRS * number + pair]
+                cute.copy(atoms.accumulator, source, target, tma_bar_ptr=pipes.chunks.full(number))
+            pipes.chunks.wait_full(number, num_done % 2)
+            for warp in cutlass.range(_WARPS, unroll=1):
+                lane_again = register.opaque(lane)
+                cute.autovec_copy(vectors[None, 32 * warp + lane_again, None], values)
+                store_rows(values, sizes.scale, gmem.dq, block, chunk, warp, lane_again, tile)
+            cute.arch.sync_warp()  # SYNC: all lanes have read the chunk
+            num_done += 1
+            is_over = _is_over(smem)
+        block = converter + num_done // num_chunks(tile) * CONVERTERS * books.num_ctas
     if lane == 0:
         books.chunks_done(converter).store(num_done)
 
@@ -106,7 +108,6 @@ def store_rows(
     scale: Float32,
     dq: cute.Tensor,
     block: Int32,
-    head: Int32,
     chunk: Int32,
     warp: Int32,
     lane: Int32,
@@ -114,11 +115,13 @@ def store_rows(
 ):
     """Run by a warp: what a warp of the warpgroup added of a chunk, times scale, to dq (batch, seqlen_q, heads, head_dim).
 
-    values: (4, CHUNK_VECTORS). head: that of the block, counted through the batches.
+    values: (4, CHUNK_VECTORS).
     """
     warpgroup, first = _place(chunk, tile)
     lane_of_quad, heads_of_batch = lane % 4, register.opaque(dq.shape[2])
-    batch_idx, m_block = head // heads_of_batch, block - head * cute.ceil_div(dq.shape[1], tile.tile_m)
+    num_m_blocks = cute.ceil_div(register.opaque(dq.shape[1]), tile.tile_m)
+    head = block // num_m_blocks  # counted through the batches
+    batch_idx, m_block = head // heads_of_batch, block - head * num_m_blocks
     # Of the first of the lane's two stores, and how far the second one is.
     if cutlass.const_expr(tile.is_transposed):
         row, column = 8 * (first + lane_of_quad) + lane // 4, 64 * warpgroup + 16 * warp

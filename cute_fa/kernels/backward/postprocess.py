@@ -57,7 +57,6 @@ class PostprocessKernel:
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread % WARPGROUP_THREADS // 32), thread % 32
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        head = block // cute.ceil_div(dq.shape[1], tile.tile_m)
         converter, rank = dq_rows.converter_of(block, books.num_ctas)
         num_done = books.chunks_done(converter).load() - rank * chunks
         chunks_of_warpgroup = chunks // BACKWARD_WARPGROUPS
@@ -66,4 +65,4 @@ class PostprocessKernel:
             chunk = warpgroup * chunks_of_warpgroup + i
             if chunk >= num_done:
                 dq_rows.load_vectors(accumulator[block, None].iterator, values, chunk, 32 * warp + lane, tile)
-                dq_rows.store_rows(values, softmax_scale, dq, block, head, chunk, warp, lane, tile)
+                dq_rows.store_rows(values, softmax_scale, dq, block, chunk, warp, lane, tile)
