@@ -44,7 +44,7 @@ def words_of(fragment):
 
 
 def transpose_8x8(word: Int32) -> Int32:
-    """Run by a whole warp: transposes 8x8 numbers of 16 bits, of which lane has row lane / 4, columns 2 (lane % 4) and the next."""
+    """Run by a whole warp: transposes 8x8 numbers of 16 bits. A lane has row lane / 4, columns 2 (lane % 4) and the next."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
     )
@@ -71,8 +71,8 @@ def hold(value: Float32, scratch):
 def opaque(value: Int32) -> Int32:
     """The same value, of which the compiler knows nothing.
 
-    WORKAROUND(ptxas, 13.4): what is made of a value that a loop does not change is made before the loop, and registers hold it
-    throughout, where there are none to spare (spills).
+    WORKAROUND(ptxas, 13.4): what is made of a value that a loop does not change is made before the loop, and registers hold
+    it throughout, where there are none to spare (spills).
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 

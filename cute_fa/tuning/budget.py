@@ -136,9 +136,9 @@ class BackwardTile:
 
     @property
     def has_room_for_both(self) -> bool:
-        """Whether the buffers of dS and P hold dV and dK, which leave through them, at the same time."""
-        rows_of_ds = BACKWARD_STAGES * self.tile_m * (1 + self.has_p_in_smem)
-        return self.head_dim + self.head_dim_v <= rows_of_ds
+        """Whether dV and dK, which leave through the buffers of dS and P, fit there at the same time; else dK leaves through
+        that of dQ, if there is one, or after dV."""
+        return self.head_dim + self.head_dim_v <= self._columns_for_results
 
     @property
     def has_room_for_converters(self) -> bool:
@@ -175,7 +175,14 @@ class BackwardTile:
 
     @property
     def fits(self) -> bool:
-        return _fits(self)
+        """As of all tiles; and dV, and dK where dQ has no buffer, leave through those of dS and P."""
+        widest = self.head_dim_v if self.has_dq_staging else max(self.head_dim, self.head_dim_v)
+        return _fits(self) and widest <= self._columns_for_results
+
+    @property
+    def _columns_for_results(self) -> int:
+        """Numbers for each key in the buffers of dS and P."""
+        return BACKWARD_STAGES * self.tile_m * (1 + self.has_p_in_smem)
 
 
 def _fits(tile: ForwardTile | BackwardTile) -> bool:

@@ -28,10 +28,11 @@ def checked_plans() -> tuple[Plan, ...]:
     """Every plan that heuristics give, but of those of the main backward kernel a part, for time.
 
     fp16 is there for equal head dims, because it differs by instructions of the same kind. What a call needs fewer
-    gradients for, or adds in a fixed order, moves registers about: such variants are there in bf16, causal, for every pair
-    of 64, 128 and 256, which have all kinds of tiles, and in fp16 for 64, which has a schedule of its own.
+    gradients for moves registers about: such variants are there in bf16, causal, for every pair of 64, 128 and 256, which
+    have all kinds of tiles, and in fp16 for 64, which has a schedule of its own. Plans of long sequences, and of sums in a
+    fixed order, do less or other work in the warps beside: they are there where both dims are equal.
     """
-    main = [build_backward_plan(*sizes, False, ALL_GRADIENTS) for sizes in _pairs_of_tiles()]
+    main = [build_backward_plan(*sizes, False, ALL_GRADIENTS, is_short=True) for sizes in _pairs_of_tiles()]
     checked = [plan for plan in main if plan.dtype == BFLOAT16.name or plan.tile.head_dim == plan.tile.head_dim_v]
     return *_forward_plans(), *checked, *_backward_variants(), *_plans_around(main)
 
@@ -80,11 +81,13 @@ def _tiles_without_waste(head_dim: int, head_dim_v: int, num_warpgroups: int, ti
 
 
 def _backward_variants() -> list[BackwardPlan]:
-    """Deterministic with all gradients, and each proper subset of the gradients."""
-    subsets = [needs for needs in product((False, True), repeat=3) if 0 < sum(needs) < 3]
-    variants = [(True, ALL_GRADIENTS), *((False, needs) for needs in subsets)]
+    """Each proper subset of the gradients; and all, for long sequences, and deterministic for all."""
+    subsets = [(False, needs, True) for needs in product((False, True), repeat=3) if 0 < sum(needs) < 3]
+    others = [(False, ALL_GRADIENTS, False), (True, ALL_GRADIENTS, False), (True, ALL_GRADIENTS, True)]
     sizes = [*product((BFLOAT16.name,), VARIANT_DIMS, VARIANT_DIMS), (FLOAT16.name, 64, 64)]
-    return [build_backward_plan(*size, True, *variant) for size, variant in product(sizes, variants)]
+    equal = [size for size in sizes if size[1] == size[2]]
+    chosen = [*product(sizes, subsets), *product(equal, others)]
+    return [build_backward_plan(*size, True, *variant) for size, variant in chosen]
 
 
 def _plans_around(main: list[BackwardPlan]) -> list[PreprocessPlan | PostprocessPlan]:

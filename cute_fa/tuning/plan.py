@@ -64,8 +64,9 @@ class BackwardPlan:
 
     schedule: order of one step, words of `tuning/schedule.py`.
     has_16bit_ds: dS = P (dP - delta) is computed on 16-bit numbers, which takes fewer registers and rounds more.
+    is_persistent: a CTA takes one tile after another, and converters (`kernels/backward/dq_rows.py`) work beside, where there
+        is room for them; else a tile is a CTA, and all dQ is left to the kernel behind.
     heads_per_section: under a causal mask, how many query heads run side by side (`device/order.py`).
-    is_shortest_first: in a section, blocks of keys from the last one, which the fewest queries see, to the first.
     """
 
     dtype: str
@@ -77,8 +78,8 @@ class BackwardPlan:
     needs_dq: bool
     needs_dk: bool
     needs_dv: bool
+    is_persistent: bool
     heads_per_section: int
-    is_shortest_first: bool
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -89,9 +90,15 @@ class BackwardPlan:
         return 1 + num_heads + CONVERTERS * num_ctas + self.is_deterministic * num_blocks
 
     @property
+    def is_shortest_first(self) -> bool:
+        """Whether the tiles of a section come from the last keys, which the fewest queries see, to the first ones."""
+        return self.is_causal and self.is_deterministic
+
+    @property
     def has_converters(self) -> bool:
         """Whether warps of the main kernel turn dQ into rows; in a fixed order they have other work."""
-        return self.needs_dq and not self.is_deterministic and self.tile.has_room_for_converters
+        has_idle_warps = self.is_persistent and not self.is_deterministic
+        return self.needs_dq and has_idle_warps and self.tile.has_room_for_converters
 
     @property
     def needs_ds(self) -> bool:
@@ -101,8 +108,8 @@ class BackwardPlan:
     def name(self) -> str:
         """Such as backward-d128-bf16-causal-m64n128; the gradients where not all are needed."""
         needed = [name for name in ("dq", "dk", "dv") if getattr(self, f"needs_{name}")]
-        words = ["deterministic"] * self.is_deterministic + ["shortest"] * self.is_shortest_first + (needed if len(needed) < 3 else [])
-        return "-".join([_name("backward", self), *words])
+        words = ["deterministic"] * self.is_deterministic + ["persistent"] * self.is_persistent
+        return "-".join([_name("backward", self), *words, *(needed if len(needed) < 3 else [])])
 
     @property
     def smem_bytes(self) -> int:

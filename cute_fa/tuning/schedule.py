@@ -14,7 +14,8 @@ Words, S^T = K Q^T and so on as in `kernels/backward/kernel.py`:
     dS dS:0 dS:1         dS = P (dP - delta), as 16-bit operands
     store_P store_dS     to shared memory
     sync                 both warpgroups: what was stored is visible
-    store_dQ             hand dQ on
+    store_dQ             hand dQ on, or add it in global memory
+    landed               the last block's additions have landed; where they come in a fixed order
     free_Q free_dO       give the stage back to the load warp
 """
 
@@ -30,14 +31,15 @@ HALF_DK = (
 )
 # P and dS are operands from shared memory. The next S runs while dQ is added, so a loop begins behind its first S.
 SHARED = (
-    "dP delta P store_P wait:dP dS store_dS sync dV dQ dK wait:dV free_dO wait:dQ next_S next_lse store_dQ wait:dK free_Q wait:S"
+    "dP delta P store_P wait:dP dS store_dS sync dV dQ dK landed wait:dV free_dO"
+    " wait:dQ next_S next_lse store_dQ wait:dK free_Q wait:S"
 )
 SHARED_PROLOGUE = "next_S next_lse wait:S"
 
 PRODUCTS = ("S", "dP", "dV", "dQ", "dK")
 
 # What is left out with a gradient that nobody asks for.
-_OF_DQ, _OF_DK, _OF_DV = {"dQ", "store_dQ"}, {"dK"}, {"dV", "store_P"}
+_OF_DQ, _OF_DK, _OF_DV = {"dQ", "store_dQ", "landed"}, {"dK"}, {"dV", "store_P"}
 _OF_DS = {"dP", "delta", "dS", "store_dS"}
 
 
@@ -68,9 +70,11 @@ def steps(words: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     return tuple(found), tuple(running)
 
 
-def without(words: str, needs_dq: bool, needs_dk: bool, needs_dv: bool, has_p_in_smem: bool) -> str:
-    """`words` without what only serves gradients that are not needed."""
-    dropped = set()
+def without(
+    words: str, needs_dq: bool, needs_dk: bool, needs_dv: bool, has_p_in_smem: bool, has_landings: bool = False
+) -> str:
+    """`words` without what only serves gradients that are not needed, and without landings where nobody counts them."""
+    dropped = set() if has_landings else {"landed"}
     for needed, own in ((needs_dq, _OF_DQ), (needs_dk, _OF_DK), (needs_dv, _OF_DV)):
         if not needed:
             dropped |= own

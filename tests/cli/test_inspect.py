@@ -104,9 +104,9 @@ def test_options_choose_the_plan(arguments, name, command, compiled):
 @pytest.mark.parametrize(
     "direction, name",
     [
-        ("backward", r"backward-d192-128-fp16-full-m\d+n\d+"),
-        ("backward-deterministic", r"backward-d192-128-fp16-full-m\d+n\d+-deterministic"),
-        ("preprocess", "preprocess-d128-fp16"),
+        ("backward", r"backward-d192-128-fp16-full-m\d+n\d+-persistent"),
+        ("backward-deterministic", r"backward-d192-128-fp16-full-m\d+n\d+-deterministic-persistent"),
+        ("preprocess", "preprocess-d128-fp16-zeros"),
         ("postprocess", r"postprocess-d192-fp16-m\d+(-shared)?"),
     ],
     ids=["main", "deterministic", "before", "after"],

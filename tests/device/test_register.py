@@ -268,3 +268,35 @@ def test_all_lanes_of_a_quad_have_its_maximum_and_sum(quads):
     rows = x.view(-1, 4)
     assert torch.equal(maxima.cpu().view(-1, 4), rows.amax(1, keepdim=True).expand(-1, 4)), "maximum of four lanes"
     assert torch.equal(sums.cpu().view(-1, 4), rows.sum(1, keepdim=True).expand(-1, 4)), "sum of four lanes"
+
+
+@cute.kernel
+def transpose_8x8_kernel(x: cute.Tensor, out: cute.Tensor):
+    thread = cute.arch.thread_idx()[0]
+    out[thread] = register.transpose_8x8(register.opaque(x[thread]))
+
+
+@cute.jit
+def launch_transpose_8x8(x: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    transpose_8x8_kernel(x, out).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def transpose_8x8(build):
+    return build(launch_transpose_8x8, (Int32, (THREADS,)), (Int32, (THREADS,)))
+
+
+def test_transpose_8x8_compiles(transpose_8x8):
+    assert callable(transpose_8x8), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_transpose_8x8(transpose_8x8):
+    """A lane has two neighbours of a row of its warp's matrix, four lanes a row."""
+    matrices = torch.arange(THREADS // 32 * 64, dtype=torch.int16).view(-1, 8, 8)
+    words = matrices.contiguous().view(torch.int32).flatten().cuda()
+    out = torch.zeros_like(words)
+    transpose_8x8(words, out)
+    found = out.cpu().view(torch.int16).view(-1, 8, 8)
+    assert torch.equal(found, matrices.transpose(1, 2)), "rows are columns"

@@ -151,7 +151,7 @@ def test_shared_memory_agrees_with_the_plan(excess, is_fault):
 
 
 def test_shared_memory_of_a_kernel_that_takes_none():
-    (found,) = faults(healthy(smem_bytes=4096), PreprocessPlan("bfloat16", 64))
+    (found,) = faults(healthy(smem_bytes=4096), PreprocessPlan("bfloat16", 64, True))
     assert found == "shared memory: 4096 bytes, the plan counts 0", "plans of other kernels than the main ones too"
 
 

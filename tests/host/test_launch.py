@@ -294,9 +294,9 @@ SUBSETS = {name: tuple(x in name for x in ("dq", "dk", "dv")) for name in ("dq",
 
 @pytest.fixture
 def launched_backward(launched):
-    launch._prepare_backward.cache_clear()
+    launch._backward_launch.cache_clear()
     yield launched
-    launch._prepare_backward.cache_clear()
+    launch._backward_launch.cache_clear()
 
 
 def backward_tensors(seqlen_q=130, seqlen_k=7, head_dim=64, dtype=torch.bfloat16, **given):
@@ -327,18 +327,20 @@ def test_arguments_of_three_kernels(launched_backward):
     assert (plan.dtype, plan.is_causal, plan.is_deterministic) == ("bfloat16", True, False), "the plan of this call"
     assert (plan.tile.head_dim, plan.tile.head_dim_v, plan.tile.tile_m) == (64, 64, 128), "tiles of this call"
     assert (after.dtype, after.tile) == ("bfloat16", plan.tile.dq), "dq of the main kernel"
-    out, dout, lse, dlse, has_dlse, statistics = first
+    out, dout, lse, dlse, has_dlse, statistics, (accumulator, counters) = first
     assert out is x["out"] and dout is x["dout"] and lse is x["lse"] and dlse is lse, "the tensors; any for no dlse"
     assert has_dlse == 0 and isinstance(has_dlse, int), "it is not read"
     assert facts(statistics) == ((2 * 4 * 2, 2, 128), torch.float32, True), "LSE and delta of whole blocks of queries"
-    (q, k, v), dout, same_statistics, accumulator, (dk, dv), semaphores, scale = second
+    assert facts(accumulator) == ((2 * 4 * 2, 128 * 64), torch.float32, True), "blocks of all heads and batches"
+    assert facts(counters) == ((1 + 2 * 4 + 2 * 78,), torch.int32, True), "of tiles, of heads, of converters"
+    (q, k, v), dout, same_statistics, same_accumulator, same_counters, (dq, dk, dv), scale, num_sms = second
     assert q is x["q"] and k is x["k"] and v is x["v"] and dout is x["dout"], "the tensors themselves"
     assert same_statistics is statistics, "what the first kernel writes"
-    assert facts(accumulator) == ((2 * 4 * 2, 128 * 64), torch.float32, True), "blocks of all heads and batches"
-    assert not accumulator.any(), "CTAs add to it"
-    assert semaphores is None and scale == 0.3, "no order of sums; scale of the call"
-    same_accumulator, dq, scale = third
-    assert same_accumulator is accumulator and scale == 0.3, "what the second kernel adds to"
+    assert same_accumulator is accumulator and same_counters is counters, "what it clears"
+    assert (scale, num_sms) == (0.3, 78), "scale of the call, and the device's SMs"
+    same_accumulator, same_counters, same_dq, scale, num_ctas = third
+    assert same_accumulator is accumulator and same_counters is counters, "what the second kernel leaves"
+    assert same_dq is dq and (scale, num_ctas) == (0.3, 78), "each writes a part of dq"
     for found, written, name in zip(gradients, (dq, dk, dv), "qkv"):
         assert found is written, f"d{name} is what a kernel writes"
         assert facts(found) == (tuple(x[name].shape), torch.bfloat16, True), f"d{name} is like {name}"
@@ -351,13 +353,13 @@ def test_arguments_of_three_kernels(launched_backward):
 )
 def test_workspace_has_whole_blocks(launched_backward, head_dim, seqlen_q, block, num_blocks):
     call_backward(backward_tensors(seqlen_q, head_dim=head_dim), is_deterministic=True)
-    _, (_, _, _, statistics, accumulator, _, semaphores, _), _ = launched_backward
+    _, (_, _, _, statistics, accumulator, counters, *_), _ = launched_backward
     compiled = {64: 64, 72: 96, 128: 128, 256: 256}[head_dim]
     num_blocks *= 2 * 4
     assert statistics.shape == (num_blocks, 2, block), "padded rows"
     assert accumulator.shape == (num_blocks, block * compiled), "padded rows and columns"
-    assert semaphores.shape == (num_blocks + 1,), "how many have added to each block, and a ticket"
-    assert semaphores.dtype == torch.int32 and not semaphores.any(), "counts from zero"
+    assert counters.shape == (1 + 2 * 4 + 2 * 78 + num_blocks,), "and how many have added to each block"
+    assert counters.dtype == torch.int32, "counts"
 
 
 def test_two_calls_share_no_workspace(launched_backward):
@@ -365,7 +367,7 @@ def test_two_calls_share_no_workspace(launched_backward):
     call_backward(x, is_deterministic=True), call_backward(x, is_deterministic=True)
     (_, one, _), (_, other, _) = launched_backward[:3], launched_backward[3:]
     assert one[0] == other[0], "one plan"
-    for i, name in ((3, "statistics"), (4, "accumulator"), (6, "semaphores")):
+    for i, name in ((3, "statistics"), (4, "accumulator"), (5, "counters")):
         assert one[i].data_ptr() != other[i].data_ptr(), f"{name}: nothing is cleared behind a launch"
 
 
@@ -374,10 +376,11 @@ def test_gradients_that_nobody_needs(launched_backward, needs):
     x = backward_tensors()
     gradients = call_backward(x, is_deterministic=True, needs=needs)
     assert tuple(gradient is not None for gradient in gradients) == needs, "None where there is none"
-    _, (plan, *_, accumulator, (dk, dv), semaphores, _), *after = launched_backward
-    assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs, "the plan of this call"
-    assert (dk is not None, dv is not None) == needs[1:], "what the main kernel writes"
-    assert (accumulator is not None, semaphores is not None, len(after)) == (needs[0], needs[0], needs[0]), "all for dq"
+    (before, *_, zeros), (plan, *_, accumulator, counters, written, _, _), *after = launched_backward
+    assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs and before.needs_dq == needs[0], "plans of this call"
+    assert tuple(x is not None for x in written) == needs, "what the main kernel writes"
+    assert (accumulator is not None, len(after)) == (needs[0], needs[0]), "for dq alone"
+    assert zeros[0] is accumulator and zeros[1] is counters, "what is cleared"
 
 
 UNREADABLE_DOUT = {
@@ -425,7 +428,7 @@ def test_readable_tensors_stay_where_they_lie(launched_backward):
 def test_gradient_of_lse_goes_to_the_first_kernel(launched_backward, is_strided):
     dlse = torch.randn(2, 130, 4).transpose(1, 2) if is_strided else torch.randn(2, 4, 130)
     call_backward(backward_tensors(dlse=dlse))
-    (_, _, _, _, given, has_dlse, _), *_ = launched_backward
+    (_, _, _, _, given, has_dlse, *_), *_ = launched_backward
     assert given is dlse and has_dlse == 1, "of any strides"
 
 

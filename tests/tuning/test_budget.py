@@ -77,7 +77,7 @@ def test_backward_registers(name):
     ids=["d64-128x128", "d128-64x128", "d256-64x64", "d192-64x64"],
 )
 def test_backward_smem_buffer_by_buffer(name, k, v, q, do, ds, p, dq, others):
-    """KiB of each. others: 2 x 2 stages of lse and delta, 4 bytes a query, and 10 barriers of 8 bytes, rounded up."""
+    """KiB of each. others: 2 x 2 stages of lse and delta, 4 bytes a query, 28 barriers of 8 bytes, and two tiles, rounded up."""
     assert BACKWARD[name][0].smem_bytes == (k + v + 2 * (q + do + ds + p) + dq + others) * KB, "two stages of four"
 
 
@@ -103,7 +103,7 @@ def test_what_a_backward_tile_asks_of_its_kernel(tile, is_transposed, is_tight):
 def test_backward_with_unequal_head_dims():
     tile = BackwardTile(192, 128, 64, 64)
     k, v, q, do, ds, dq = 24, 16, 2 * 24, 2 * 16, 2 * 8, 48
-    assert tile.smem_bytes == (k + v + q + do + ds + dq + 2) * KB, "2 x 64 lse and delta and 10 barriers: 1104 bytes"
+    assert tile.smem_bytes == (k + v + q + do + ds + dq + 2) * KB, "2 x 2 x 64 lse and delta, 28 barriers, two tiles: 1312 bytes"
 
 
 def test_backward_operands_count_where_they_outweigh_the_scores():

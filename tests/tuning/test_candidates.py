@@ -50,12 +50,14 @@ def test_every_pair_of_tiles_with_each_dtype_and_mask():
 def test_variants_of_three_dims():
     """fp16 has another schedule than bf16 where both dims are 64."""
     subsets = {needs for needs in itertools.product((False, True), repeat=3) if any(needs) and not all(needs)}
-    wanted = {(True, (True, True, True)), *((False, needs) for needs in subsets)}
+    of_all = (True, True, True)
+    others = {(False, of_all, False), (True, of_all, False), (True, of_all, True)}
     plans = [plan for plan in of_kind(BackwardPlan) if plan.is_causal]
     dims = 64, 128, 256
     for dtype, *pair in (*itertools.product(("bfloat16",), dims, dims), ("float16", 64, 64)):
         of_pair = [plan for plan in plans if plan.dtype == dtype and pair_of(plan) == tuple(pair)]
-        found = {(plan.is_deterministic, needs_of(plan)) for plan in of_pair}
+        found = {(plan.is_deterministic, needs_of(plan), plan.is_persistent) for plan in of_pair}
+        wanted = {(False, needs, True) for needs in subsets} | (others if pair[0] == pair[1] else set())
         assert found >= wanted, f"{dtype} {pair}: got {found}"
 
 
@@ -91,6 +93,16 @@ def test_what_backward_calls_get_is_checked():
         assert main == backward_plan(problem), "the main kernel is the first"
         assert main in plans or main.name.replace("fp16", "bf16") in bf16, f"{main.name}, or in bf16, for {problem}"
         assert before in plans and after in plans, f"{before.name} and {after.name} for {problem}"
+
+
+def test_some_of_what_long_backward_calls_get_is_checked():
+    plans = set(checked_plans())
+    for head_dim in (64, 128, 256):
+        for features in (frozenset(), frozenset({"deterministic"})):
+            sizes = 1, 9000, 9000, 4, 2, head_dim, head_dim
+            problem = AttentionProblem("dense", "bfloat16", *sizes, ScoreSpec(1.0, MaskSpec(right=0)), features)
+            plan = backward_plan(problem)
+            assert plan in plans and not plan.is_persistent, f"{plan.name} for {problem}"
 
 
 # head_dim, head_dim_v: the fewest and the most candidates that make a tuning run worth its time. Blocks of 192 and more

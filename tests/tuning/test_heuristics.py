@@ -169,7 +169,8 @@ SUBSETS = [needs for needs in itertools.product((True, False), repeat=3) if any(
 def every_backward_plan(needs=ALL):
     flags = False, True
     for choice in itertools.product(("bfloat16", "float16"), HEAD_DIM_TILES, HEAD_DIM_TILES, flags, flags):
-        yield build_backward_plan(*choice, needs)
+        for is_short in flags:
+            yield build_backward_plan(*choice, needs, is_short)
 
 
 def test_every_backward_plan_fits():
@@ -178,12 +179,23 @@ def test_every_backward_plan_fits():
         t = plan.tile
         k, v, q, do = (2 * n * d for n in (t.tile_n, t.tile_m) for d in (t.head_dim, t.head_dim_v))
         ds, dq = 2 * t.tile_m * t.tile_n, 4 * t.tile_m * t.head_dim * t.has_dq_staging
-        statistics = 4 * 4 * t.tile_m + 8 * 10  # two stages of lse, of delta; barriers of both, of K and of V
-        smem_bytes = k + v + 2 * (q + do + ds * (1 + t.has_p_in_smem)) + dq + statistics
-        assert smem_bytes <= 227 * 1024, f"{plan.name}: {smem_bytes} bytes"
+        # Two stages of lse, of delta; barriers of rings with 14 stages in all, and two tiles under way.
+        others = 4 * 4 * t.tile_m + 8 * 28 + 4 * 12 + plan.has_converters * 2 * 8192
+        smem_bytes = k + v + 2 * (q + do + ds * (1 + t.has_p_in_smem)) + dq + others
+        assert smem_bytes <= plan.smem_bytes <= 227 * 1024, f"{plan.name}: {smem_bytes} bytes"
         s, dk, dv = (t.tile_n * columns / 256 for columns in (t.tile_m, t.head_dim, t.head_dim_v))
         products = dk + dv + max(2 * s, t.tile_m * t.head_dim / 256 + s * (not t.has_p_in_smem))
         assert products <= 240 - 32, f"{plan.name}: {products} registers"
+
+
+def test_results_of_a_tile_leave_through_buffers_that_hold_them():
+    """dV in those of dS and P; dK behind it, or in that of dQ, or when dV has left."""
+    for plan in every_backward_plan():
+        t = plan.tile
+        dk, dv, dq = 2 * t.tile_n * t.head_dim, 2 * t.tile_n * t.head_dim_v, 4 * t.tile_m * t.head_dim
+        buffers = 2 * 2 * t.tile_m * t.tile_n * (1 + t.has_p_in_smem)
+        assert t.has_room_for_both == (dk + dv <= buffers), f"{plan.name}: both"
+        assert dv <= buffers and dk <= (dq if t.has_dq_staging else buffers), f"{plan.name}: one"
 
 
 def test_backward_tiles_are_what_products_take():
@@ -203,7 +215,7 @@ BLOCKS = {
     "d96": (96, 96, 64, 128, False, True, "HALF_DK", "HALF_DK"),
     "d128": (128, 128, 64, 128, False, True, "HALF_DK", "HALF_DK"),
     "d192-64": (192, 64, 64, 128, False, True, "DP_FIRST", "DP_FIRST"),
-    "d96-192": (96, 192, 64, 128, False, True, "DP_FIRST", "DP_FIRST"),
+    "d96-192": (96, 192, 64, 64, True, True, "SHARED", "SHARED"),
     "d128-192": (128, 192, 64, 64, True, True, "SHARED", "SHARED"),
     "d192-128": (192, 128, 64, 64, True, True, "SHARED", "SHARED"),
     "d192": (192, 192, 64, 64, True, True, "SHARED", "SHARED"),
@@ -221,7 +233,7 @@ def test_blocks_and_schedule_of_backward(block):
         plan = build_backward_plan(dtype, head_dim, head_dim_v, False, False, ALL)
         t = plan.tile
         assert [t.tile_m, t.tile_n, t.has_p_in_smem, t.has_dq_staging] == tile, f"{dtype}: block"
-        assert plan.schedule == getattr(schedule, words), f"{dtype}: words"
+        assert plan.schedule == getattr(schedule, words).replace(" landed", ""), f"{dtype}: words"
         assert plan.has_16bit_ds == (dtype == "bfloat16" and head_dim == head_dim_v == 64), f"{dtype}: arithmetic"
 
 
@@ -251,6 +263,27 @@ def test_a_subset_of_gradients_has_a_shorter_schedule(head_dim, needs, words):
     assert found == words, "words but waits"
     assert (plan.needs_dq, plan.needs_dk, plan.needs_dv) == needs, "as asked for"
     assert plan.tile == build_backward_plan("bfloat16", head_dim, head_dim, False, False, ALL).tile, "the same blocks"
+
+
+def test_landings_are_said_where_consumers_add_in_an_order():
+    for plan in every_backward_plan():
+        is_said = plan.is_deterministic and not plan.tile.has_dq_staging
+        assert ("landed" in plan.schedule.split()) == is_said, plan.name
+
+
+def test_long_tiles_are_a_cta_each():
+    """And have no converters, which also need idle warps, and room."""
+    for seqlen_k, is_persistent in ((1, True), (8191, True), (8192, False), (100_000, False)):
+        for features in (frozenset(), frozenset({"deterministic"})):
+            sizes = 2, 300, seqlen_k, 8, 2, 64, 64
+            plan = backward_plan(AttentionProblem("dense", "bfloat16", *sizes, ScoreSpec(0.1, MASKS["causal"]), features))
+            assert plan.is_persistent == is_persistent, f"{seqlen_k} keys"
+            assert plan.has_converters == (is_persistent and not features), f"{seqlen_k} keys, {set(features)}"
+    for head_dim, has_converters in ((64, True), (96, True), (128, True), (192, False), (256, False)):
+        plan = build_backward_plan("bfloat16", head_dim, head_dim, False, False, ALL, True)
+        assert plan.has_converters == has_converters, f"head_dim {head_dim}"
+        dk_and_dv = build_backward_plan("bfloat16", head_dim, head_dim, False, False, (False, True, True), True)
+        assert not dk_and_dv.has_converters, "no dQ"
 
 
 def test_only_dq_is_summed_in_an_order():
@@ -284,6 +317,6 @@ def test_three_plans_of_a_backward_call():
     problem = AttentionProblem("dense", "float16", *sizes, scores, frozenset({"deterministic"}))
     plan, before, after = backward_plans(problem)
     assert plan == backward_plan(problem) and plan.is_deterministic, "of this problem"
-    assert (before.dtype, before.head_dim_v) == ("float16", 96), "rows of out and dout"
+    assert (before.dtype, before.head_dim_v, before.needs_dq) == ("float16", 96, True), "rows of out and dout, zeros for dq"
     assert (after.dtype, after.tile) == ("float16", plan.tile.dq), "the accumulator of the main kernel"
     assert backward_plans(problem, (False, True, False))[0].needs_dq is False, "as asked for"

@@ -100,6 +100,7 @@ BACKWARD = BackwardPlan(
     needs_dq=True,
     needs_dk=True,
     needs_dv=True,
+    is_persistent=False,
     heads_per_section=4,
 )
 BACKWARD_CHANGES = {
@@ -114,6 +115,7 @@ BACKWARD_CHANGES = {
     "dk": {"needs_dk": False},
     "dv": {"needs_dv": False},
     "section": {"heads_per_section": 8},
+    "grid": {"is_persistent": True},
 }
 
 
@@ -133,7 +135,9 @@ BACKWARD_NAMES = {
         "backward-d128-fp16-full-m64n128-deterministic-dq-dv",
     ),
     "unequal-dims": (replace(BACKWARD, tile=BackwardTile(192, 64, 64, 128)), "backward-d192-64-bf16-causal-m64n128"),
-    "before": (PreprocessPlan("float16", 96), "preprocess-d96-fp16"),
+    "persistent": (replace(BACKWARD, is_persistent=True), "backward-d128-bf16-causal-m64n128-persistent"),
+    "before": (PreprocessPlan("float16", 96, needs_dq=False), "preprocess-d96-fp16"),
+    "before-dq": (PreprocessPlan("float16", 96, needs_dq=True), "preprocess-d96-fp16-zeros"),
     "after": (PostprocessPlan("bfloat16", BackwardTile(96, 64, 64, 128)), "postprocess-d96-bf16-m64"),
     "after-shared": (
         PostprocessPlan("bfloat16", BackwardTile(192, 192, 64, 64, has_p_in_smem=True)),
@@ -151,10 +155,10 @@ def test_backward_names_tell_plans_apart():
     """Of every choice that heuristics have: two plans with one name would share a file and a function."""
     flags, subsets = (False, True), [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
     dims = HEAD_DIM_TILES, HEAD_DIM_TILES
-    choices = itertools.product(("bfloat16", "float16"), *dims, flags, flags, subsets)
+    choices = itertools.product(("bfloat16", "float16"), *dims, flags, flags, subsets, flags)
     plans = {build_backward_plan(*choice) for choice in choices}
     # Order of sums only matters to dq, which four of seven subsets have.
-    assert len(plans) == 2 * 25 * 2 * (7 + 4), "a plan for each choice"
+    assert len(plans) == 2 * 25 * 2 * (7 + 4) * 2, "a plan for each choice"
     assert len({plan.name for plan in plans}) == len(plans), "and a name for each plan"
 
 
@@ -166,14 +170,22 @@ def test_required_opcodes_of_a_backward_call():
     assert set(direct.required_opcodes) == always | stores | {"REDG"}, "dQ from registers"
     assert set(replace(BACKWARD, needs_dk=False, needs_dv=False).required_opcodes) == always | {"UBLKRED"}, "dQ alone"
     assert set(replace(BACKWARD, needs_dq=False, needs_dk=False).required_opcodes) == always | stores, "dV alone"
-    assert PreprocessPlan("bfloat16", 64).required_opcodes == (), "a kernel of plain loads and stores"
-    assert set(PostprocessPlan("bfloat16", BACKWARD.tile.dq).required_opcodes) == stores, "dQ through shared memory"
+    for plan in (PreprocessPlan("bfloat16", 64, True), PostprocessPlan("bfloat16", BACKWARD.tile.dq)):
+        assert plan.required_opcodes == (), "a kernel of plain loads and stores"
 
 
 def test_shared_memory_of_a_backward_call():
     assert BACKWARD.smem_bytes == 198_656, "its tile's"
-    assert PreprocessPlan("bfloat16", 64).smem_bytes == 0, "rows stay in registers"
-    assert PostprocessPlan("bfloat16", BACKWARD.tile.dq).smem_bytes == 64 * 128 * 2, "16-bit dQ"
+    assert replace(BACKWARD, is_persistent=True).smem_bytes == 198_656 + 2 * 8192, "and a chunk for each converter"
+    for plan in (PreprocessPlan("bfloat16", 64, True), PostprocessPlan("bfloat16", BACKWARD.tile.dq)):
+        assert plan.smem_bytes == 0, "rows stay in registers"
+
+
+def test_counters_of_a_backward_call():
+    """Tiles taken; of each head; of each converter of 132 CTAs; and of each block where sums have an order."""
+    assert BACKWARD.num_counters(num_heads=6, num_blocks=30, num_ctas=132) == 1 + 6 + 2 * 132, "any order"
+    in_order = replace(BACKWARD, is_deterministic=True)
+    assert in_order.num_counters(num_heads=6, num_blocks=30, num_ctas=132) == 1 + 6 + 2 * 132 + 30, "in order"
 
 
 def test_ds_is_what_dq_and_dk_come_from():

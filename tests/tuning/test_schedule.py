@@ -35,6 +35,14 @@ def is_shared(words: str) -> bool:
     return words == schedule.SHARED
 
 
+def test_landings_are_said_once_and_only_where_they_count():
+    said = schedule.without(schedule.SHARED, True, True, True, True, has_landings=True)
+    assert said == schedule.SHARED and said.split().count("landed") == 1, "in a fixed order from registers"
+    for needs in SUBSETS.values():
+        assert "landed" not in schedule.without(schedule.SHARED, *needs, True), "nobody counts"
+    assert "landed" not in schedule.without(schedule.SHARED, False, True, True, True, has_landings=True), "no dQ"
+
+
 class Play:
     """Registers and buffers by name, each with what it holds: (kind, block of queries), halves where it has two.
 
@@ -214,7 +222,7 @@ SERVES_FROM_SHARED_MEMORY = SERVES | {"store_dS": "qk"}
 def test_a_gradient_takes_along_what_only_serves_it(words, needs):
     needed = {letter for letter, is_needed in zip("qkv", needs) if is_needed}
     serves = SERVES_FROM_SHARED_MEMORY if is_shared(words) else SERVES_FROM_REGISTERS
-    of_all = [word for word in words.split() if not word.startswith("wait")]
+    of_all = [word for word in words.split() if not word.startswith(("wait", "landed"))]
     wanted = [word for word in of_all if needed & set(serves.get(word.partition(":")[0], "qkv"))]
     left = schedule.without(words, *needs, is_shared(words)).split()
     assert [word for word in left if not word.startswith("wait")] == wanted, "words but waits, in their order"
@@ -249,7 +257,7 @@ def swapped(words: str, first: str, second: str) -> str:
 
 # The order in which the formulas stand.
 PLAIN = "S lse dP wait:S P delta dV wait:dP dS store_dS sync dQ dK wait:dV free_dO wait:dQ store_dQ wait:dK free_Q"
-HALF_DK, SHARED = schedule.HALF_DK, schedule.SHARED
+HALF_DK, SHARED = schedule.HALF_DK, schedule.without(schedule.SHARED, True, True, True, True)
 
 # name: (words, whether P is shared, number of buffers, what is wrong)
 BROKEN = {

@@ -31,7 +31,8 @@ class BackwardGmem:
     Of each block of queries, numbered by `BackwardSizes.first_block`:
     mStatistics: (tile_m, 2 * block + i), fp32: LSE with i = 0, delta with i = 1.
     accumulator: (block, tile_m * head_dim), fp32 zeros, to which CTAs add dQ; a block has the order of `dq_product`.
-    counters: words of `counters.Counters`. dq: (batch, seqlen_q, heads_q, head_dim), of which converters write what they can. mAccumulator: the accumulator as (256, rows).
+    counters: words of `counters.Counters`. dq: (batch, seqlen_q, heads_q, head_dim), of which converters write what they
+    can. mAccumulator: the accumulator as (256, rows).
     """
 
     mQ: cute.Tensor
@@ -113,7 +114,8 @@ def dq_fragment(block, warpgroup, thread_of_warpgroup, tile: DqTile):
 
 @dataclass(frozen=True)
 class BackwardSizes:
-    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them. num_ctas: of the grid."""
+    """Numbers of one launch. num_heads: of keys and values. group: query heads of each of them. num_ctas: of a persistent
+    grid."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -202,8 +204,8 @@ class BackwardSmem:
 @dataclass(frozen=True)
 class BackwardPipes:
     """Rings from the load warp to the consumer warpgroups. Q brings LSE, dO brings delta; K and V have one stage. tiles: to
-    the dQ writer, too. chunks: from each converter to itself, a stage each. turns, landed:
-    to and from who adds dQ in a fixed order (`turns.py`)."""
+    all that follow tiles. chunks: from each converter to itself, a stage each. turns, landed: to and from who adds dQ in a
+    fixed order (`turns.py`)."""
 
     q: Ring
     do: Ring

@@ -47,10 +47,10 @@ def write_dq(
                         cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
                     arrive(pipes.landed.full(stage), lane)
                 step += 1
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
-        cute.arch.sync_warp()
         if cutlass.const_expr(plan.has_converters):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)  # SYNC: the sums are in global memory
+            cute.arch.sync_warp()
             first_head = (place.batch_idx * sizes.num_heads + place.head) * sizes.group
             for g in cutlass.range(lane, sizes.group, 32, unroll=1):
                 semaphore.count_up(books.tiles_done(first_head + g), Int32(1))

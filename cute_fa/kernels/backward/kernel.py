@@ -44,25 +44,27 @@ class BackwardKernel:
     """One kernel for one plan; instances are compiled through `host/compile.py`.
 
     A tile is tile_n keys of one key-value head; K and V stay in shared memory, dK and dV in registers, while a CTA goes over
-    the blocks of tile_m queries that see the keys, in all query heads of the group. As many CTAs as there are SMs take one
-    tile after another. One step, for one block of queries:
+    the blocks of tile_m queries that see the keys, in all query heads of the group. In a persistent plan as many CTAs as
+    there are SMs take one tile after another, else each has one. One step, for one block of queries:
         S^T = K Q^T    P^T = exp2(scale log2(e) S^T - LSE)    dV += P^T dO
         dP^T = V dO^T  dS^T = P^T (dP^T - delta)              dK += dS^T Q    dQ += dS K (in global memory)
     The schedule of the plan is the order of a step.
 
-    Roles: warp 0 loads, warp 1 writes dQ, warps 2 and 3 turn complete dQ into rows (24 registers), then 2 consumer warpgroups
-    (240 registers). They share the keys, 64 each, and P and dS are operands from registers; or, for wide heads, they share the
-    queries of S^T and the columns of dV, dK and dQ, and exchange P and dS through shared memory.
+    Roles: warp 0 loads, warp 1 writes dQ, warps 2 and 3 turn complete dQ into rows in a persistent plan or keep turns in a
+    deterministic one (24 registers), then 2 consumer warpgroups (240 registers). They share the keys, 64 each, and P and dS
+    are operands from registers; or, for wide heads, they share the queries of S^T and the columns of dV, dK and dQ, and
+    exchange P and dS through shared memory.
 
     Edges, producer -> consumer:
-        tiles             load warp -> consumer warpgroups and dQ writer: shared memory, a ring of NUM_SLOTS
+        tiles             load warp -> consumer warpgroups, dQ writer, keepers of turns: shared memory, a ring of NUM_SLOTS
         K, V              load warp -> consumer warpgroups: TMA, rings of one stage
         Q and LSE, dO and delta
                           load warp -> consumer warpgroups: TMA, two rings of BACKWARD_STAGES; all consumer warps free a stage
         dS (P)            consumer warpgroups -> each other: shared memory, BACKWARD_STAGES, one named barrier a step
         dQ                consumer warpgroup -> dQ writer: half of a staging buffer, fp32, two named barriers; or from registers
         complete dQ       dQ writers -> converters: counters in global memory
-        dK, dV            consumer warpgroups -> warp 4: through the buffers of dS and P, stored by TMA
+        turns, landings   keepers of turns <-> dQ writer, or consumers that add from registers: two rings of TURN_STAGES
+        dK, dV            consumer warpgroups -> warp 4: through the buffers of dS and P, or of dQ, stored by TMA
     Limits: shared memory of plan.smem_bytes, one CTA an SM; head dims up to 256 in steps of 8; contiguous head_dim.
 
     What lies outside the sequences: TMA reads zeros; rows of queries have LSE = +inf, so P = 0; keys are masked.
@@ -99,9 +101,7 @@ class BackwardKernel:
             order = tuple(range(len(shape), -1, -1))
             return make_fake_compact_tensor(Float32, (num_blocks, *shape), stride_order=order, assumed_align=16)
 
-        q = rows(batch, seqlen_q, heads_q, head_dim)
-
-        tile_m = plan.tile.tile_m
+        tile_m, q = plan.tile.tile_m, rows(batch, seqlen_q, heads_q, head_dim)
         k, v = rows(batch, seqlen_k, heads_kv, head_dim), rows(batch, seqlen_k, heads_kv, head_dim_v)
         return (
             (q, k, v),
@@ -131,9 +131,9 @@ class BackwardKernel:
         """inputs: q, k, v. gradients: dq, dk, dv. What the plan does not need is None.
 
         q, dout, dq: (batch, seqlen_q, heads_q, dim). k, v, dk, dv: (batch, seqlen_k, heads_kv, dim). statistics: (block, 2,
-        tile_m), LSE and delta. accumulator: (block, tile_m * head_dim), zeros. counters: `BackwardPlan.num_counters`
-        zeros. num_ctas: of the grid. Blocks: `BackwardSizes.first_block`. What is not written of dq is left to the kernel
-        behind."""
+        tile_m), LSE and delta. accumulator: (block, tile_m * head_dim), zeros. counters: `BackwardPlan.num_counters` zeros.
+        num_ctas: of a persistent grid. Blocks: `BackwardSizes.first_block`. What is not written of dq is left to the
+        kernel behind."""
         plan, tile, (q, k, v), (dq, dk, dv) = self.plan, self.plan.tile, inputs, gradients
         sizes = BackwardSizes(
             seqlen_q=q.shape[1],
@@ -156,7 +156,8 @@ class BackwardKernel:
         atom_statistics, mStatistics = tma.load_atom(by_row, self._statistics_layout(), (tile.tile_m, 1))
         atom_dk, mdK, atom_dv, mdV, atom_accumulator, mAccumulator = (None,) * 6
         if cutlass.const_expr(plan.has_converters):
-            rows = cute.make_layout((dq_rows.PAIR_BOX[0], accumulator.shape[0] * (tile.tile_m * tile.head_dim // dq_rows.PAIR_BOX[0])))
+            width = dq_rows.PAIR_BOX[0]
+            rows = cute.make_layout((width, accumulator.shape[0] * (tile.tile_m * tile.head_dim // width)))
             by_row = cute.make_tensor(accumulator.iterator, rows)
             atom_accumulator, mAccumulator = tma.load_atom(by_row, self._chunks_layout(), dq_rows.PAIR_BOX)
         if cutlass.const_expr(plan.needs_dk):
@@ -180,7 +181,7 @@ class BackwardKernel:
             sizes,
             *layouts,
         ).launch(
-            grid=(num_ctas, 1, 1),
+            grid=(num_ctas if cutlass.const_expr(plan.is_persistent) else sizes.num_tiles(plan), 1, 1),
             block=(WARPGROUP_THREADS * (BACKWARD_WARPGROUPS + 1), 1, 1),
             stream=stream,
             # Without it ptxas ignores setmaxnreg (C7508).
@@ -252,7 +253,9 @@ class BackwardKernel:
         thread: Int32,
         lane: Int32,
     ):
-        """Run by every consumer warpgroup: all blocks of queries of a tile, then its dK and dV, tile after tile. thread: from 0."""
+        """Run by every consumer warpgroup: all blocks of queries of a tile, then its dK and dV, tile after tile.
+
+        thread: from 0."""
         plan = self.plan
         w = self._consumer(gmem, mmas, smem, pipes, sizes, thread, lane)
         is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
@@ -292,7 +295,10 @@ class BackwardKernel:
 
     @cute.jit
     def _store(self, atoms, w, place, is_first_warp):
-        """dV and dK leave through the buffers of dS and P; the stores are left in flight."""
+        """dV and dK leave through buffers that nobody needs between two tiles; the stores are left in flight.
+
+        PERF: not through those of K and V, which the next ones fill meanwhile.
+        """
         plan, tile, smem, gmem = self.plan, self.plan.tile, w.smem, w.gmem
         thread = register.opaque(w.thread)
         has_room = tile.has_room_for_both or tile.has_dq_staging
@@ -436,7 +442,8 @@ class BackwardKernel:
         buffers = {"k": layout_K, "v": layout_V, "q": layout_Q, "do": layout_dO, "ds": layout_dS}
         if tile.has_p_in_smem:
             buffers["p"] = layout_dS
-        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS, "chunks": CONVERTERS, "turns": TURN_STAGES, "landed": TURN_STAGES}
+        stages = {"q": BACKWARD_STAGES, "do": BACKWARD_STAGES, "k": 1, "v": 1, "tiles": NUM_SLOTS}
+        stages |= {"chunks": CONVERTERS, "turns": TURN_STAGES, "landed": TURN_STAGES}
         fields = {
             name: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], SMEM_ALIGNMENT]
             for name, layout in buffers.items()

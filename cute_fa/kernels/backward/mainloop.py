@@ -14,8 +14,8 @@ from cute_fa.tuning.schedule import Step
 
 
 class At(NamedTuple):
-    """Where a step is: its number among the CTA's steps, and those of the tile's first and last one; the tile; its block of queries, in
-    its head and among all.
+    """Where a step is: its number among the CTA's steps, and those of the tile's first and last one; the tile; its block of
+    queries, in its head and among all.
 
     band: of the masked steps, None where every query sees every key of the tile.
     """
@@ -181,8 +181,6 @@ def _store_dq(w, at, step):
         barriers.pass_buffer(barriers.BUFFER_FULL, w.warpgroup)
         return
     if w.plan.is_deterministic:
-        # PERF: the fence is for the last step's additions, which have landed by now.
-        say_landed_if(at.number > at.first, w.pipes, at.number - 1, w.lane)
         turn = _ring(w.pipes.turns, at.number)
         w.pipes.turns.wait_full(*turn)
         w.pipes.turns.release(turn[0], w.lane)
@@ -195,6 +193,10 @@ def _store_dq(w, at, step):
         )
 
 
+def _landed(w, at, step):
+    say_landed_if(at.number > at.first, w.pipes, at.number - 1, w.lane)
+
+
 @cute.jit
 def say_landed_if(condition: Boolean, pipes: BackwardPipes, number: Int32, lane: Int32):
     if condition:
@@ -202,7 +204,10 @@ def say_landed_if(condition: Boolean, pipes: BackwardPipes, number: Int32, lane:
 
 
 def _say_landed(pipes: BackwardPipes, number, lane):
-    """What the consumer warp added from registers in step `number` has landed."""
+    """What the consumer warp added from registers in step `number` has landed.
+
+    PERF: said in the next step, while products run, so that the fence is in nobody's way.
+    """
     index, phase = _ring(pipes.landed, number)
     cute.arch.fence_acq_rel_gpu()  # SYNC: this thread's additions before the count
     pipes.landed.wait_empty(index, phase ^ 1)
@@ -235,6 +240,7 @@ _WORDS = {
     "store_dS": _store_ds,
     "sync": _sync,
     "store_dQ": _store_dq,
+    "landed": _landed,
     "free_Q": _free_q,
     "free_dO": _free_do,
 }

@@ -68,7 +68,8 @@ class PreprocessKernel:
         self.kernel.set_name_prefix(symbol(self.plan), remove_cutlass_symbol=True, keep_mangled_name=False)
         rows_per_block = NUM_THREADS // self.lanes_per_row  # divides tile_m
         grid = (statistics.shape[0] * (statistics.shape[2] // rows_per_block), 1, 1)
-        self.kernel(out, dout, lse, dlse, has_dlse, statistics, *zeros).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
+        arguments = out, dout, lse, dlse, has_dlse, statistics, *zeros
+        self.kernel(*arguments).launch(grid=grid, block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(

@@ -20,7 +20,8 @@ def load_tiles(
     plan: cutlass.Constexpr,
 ):
     """Run by one whole warp, from the first tile to the last: blocks of queries in rising order, one query head of the group
-    after another. The next tile is asked for before the last block, so that tiles go to CTAs as these get free."""
+    after another. The next tile is asked for before the last block, so that tiles go to CTAs as these get free. Where tiles wait
+    for others, those with smaller numbers, a CTA asks for its first tile, too: then they have begun."""
     tile = plan.tile
     q_bytes, do_bytes = (2 * tile.tile_m * dim for dim in (tile.head_dim, tile.head_dim_v))
     k_bytes, v_bytes = (2 * tile.tile_n * dim for dim in (tile.head_dim, tile.head_dim_v))
@@ -33,7 +34,10 @@ def load_tiles(
     tsDelta, _ = tma.partition(atoms.statistics, smem.sDelta, gStatistics)
     state = pipes.q.state(PRODUCER)  # both rings move in step
     books, tile_number = sizes.counters(gmem.counters), Int32(0)
-    place = sizes.place(cute.arch.shuffle_sync(counters.take_tile(books, lane), 0), plan)
+    asked, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(plan.is_persistent or plan.is_deterministic):
+        asked = counters.take_tile(books, lane)
+    place = sizes.place(cute.arch.shuffle_sync(asked, 0), plan)
     tiles.post(pipes.tiles, tile_number, lane, place)
     while place.n_block >= 0:
         kv = Int32(0), tile_number % 2 ^ 1
@@ -41,16 +45,18 @@ def load_tiles(
         if cutlass.const_expr(plan.needs_ds):
             tma.load(atoms.v, tVgV[None, place.n_block, place.head, place.batch_idx], tVsV, pipes.v, *kv, v_bytes)
         num_left = sizes.group * (place.m_end - place.m_begin)
-        asked = Int32(0)
-        if num_left == 0:
-            asked = counters.take_tile(books, lane)
+        asked = Int32(sizes.num_tiles(plan))
+        if cutlass.const_expr(plan.is_persistent):
+            if num_left == 0:
+                asked = counters.take_tile(books, lane)
         for g in cutlass.range(sizes.group, unroll=1):
             head = place.head * sizes.group + g
             first_block = sizes.first_block(head, place.batch_idx, plan)
             for m_block in cutlass.range(place.m_begin, place.m_end, unroll=1):
-                if num_left == 1:
-                    asked = counters.take_tile(books, lane)
-                num_left -= 1
+                if cutlass.const_expr(plan.is_persistent):
+                    if num_left == 1:
+                        asked = counters.take_tile(books, lane)
+                    num_left -= 1
                 gQ, gdO = tQgQ[None, m_block, head, place.batch_idx], tdOgdO[None, m_block, head, place.batch_idx]
                 number = 2 * (first_block + m_block)
                 tma.load(atoms.q, gQ, tQsQ, pipes.q, state.index, state.phase, q_bytes + 4 * tile.tile_m)

@@ -114,6 +114,15 @@ def test_unequal_lengths(seqlens, dtype, causal):
         assert not dq[:, :empty].any() and dq[:, empty + 1 :].any(), "zero where there is no key, and only there"
 
 
+@by_mask
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
+def test_more_keys_than_a_persistent_grid_takes(head_dim, deterministic, causal):
+    """A tile is a CTA then. With 8191 keys it is not, and CTAs have several."""
+    for seqlens in ((300, 8300), (130, 8191)):
+        check(*tensors(*seqlens, head_dim, BF16, heads=(4, 2)), causal=causal, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256], ids="d{}".format)
 def test_rows_without_a_key_are_out_of_the_loss(head_dim):
     """Whatever dout and dlse say of them."""
@@ -388,5 +397,8 @@ for head_dim, seqlen in ((64, 200), (96, 200), (128, 300), (192, 200), (256, 200
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool, sanitized):
-    """One small step of each schedule, dq added in any order and in one, under NVIDIA's checker."""
+    """One small step of each schedule, dq added in any order and in one, under NVIDIA's checker.
+
+    The lengths are for a persistent grid; the other one takes a part of its steps.
+    """
     sanitized(tool, SANITIZED)
