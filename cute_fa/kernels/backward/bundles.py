@@ -21,6 +21,10 @@ from cute_fa.tuning.plan import BackwardPlan
 TURN_STAGES = 2
 
 _TILES_SIDE_BY_SIDE = 128  # about as many as there are SMs
+# At least so many tiles are in a section, for CTAs to end together.
+# PERF: 8 key-value heads of 4 query heads, 8192 tokens: two heads in a section instead of one, 128 tiles instead of 64, take
+# 16% less time (H200, 2026-11-30, benchmarks/results/NOTES.md). A list schedule predicts 18%, and 1% more for 256 tiles.
+_TILES_OF_SECTION = 256
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class BackwardSizes:
                 # PERF: tiles that begin at different blocks of queries share them in L2 only if all of a section fits.
                 tile = plan.tile
                 heads = L2_BYTES // (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim) // self.seqlen_q
-            heads = cutlass.max(heads // self.group, 1)
+            heads = cutlass.max(cutlass.max(heads // self.group, _TILES_OF_SECTION // blocks), 1)
             return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=plan.is_shortest_first)
         if plan.is_deterministic:
             # PERF: a tile is one step behind that of the keys before. With as many heads side by side as run together, the
