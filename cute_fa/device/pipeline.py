@@ -60,3 +60,13 @@ def arrive(barrier: cute.Pointer, lane: Int32):
     """One arrival of a warp."""
     if lane == 0:
         cute.arch.mbarrier_arrive(barrier)
+
+
+def has_passed(barrier) -> Int32:
+    """Run by a whole warp: 1 when a barrier has had its first arrivals, else 0; does not wait."""
+    flag = cute.arch.inline_ptx(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], 0; selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[barrier.toint()],
+    )
+    return cute.arch.make_warp_uniform(flag)

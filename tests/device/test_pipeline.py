@@ -7,7 +7,7 @@ import torch
 from cutlass import Boolean, Int32, cute
 
 from cute_fa.device import hopper, tma
-from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring
+from cute_fa.device.pipeline import CONSUMER, PRODUCER, Ring, arrive, has_passed
 
 NUM_BLOCKS, NUM_STAGES = 7, 2  # the ring goes round more than three times, so each stage sees both phases twice
 ROWS, COLUMNS = 128, 8  # of a block: a thread of a warpgroup reads one row
@@ -132,3 +132,49 @@ def test_blocks_arrive_in_order(pass_blocks):
         function(x.cuda(), out, offsets, slow_warp)
         assert torch.equal(out.cpu(), wanted), f"what each warpgroup saw, warp {slow_warp} being slow"
         assert offsets.tolist() == [[0, 8], [16, 24]], "bytes from the first barrier to the full and empty ones"
+
+
+@cute.kernel
+def look_kernel(seen: cute.Tensor):
+    """Warp 1 looks at a barrier before and behind the arrival of warp 0."""
+    thread = cute.arch.thread_idx()[0]
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    fields = {"barriers": Ring.storage(1)}
+    storage = hopper.SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": fields})))
+    barrier = storage.barriers.data_ptr()
+    if thread == 0:
+        cute.arch.mbarrier_init(barrier, 1)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if warp == 1:
+        seen[0, lane] = has_passed(barrier)
+    cute.arch.sync_threads()
+    if warp == 0:
+        arrive(barrier, lane)
+    if warp == 1:
+        while has_passed(barrier) == 0:
+            pass
+        seen[1, lane] = has_passed(barrier)
+
+
+@cute.jit
+def launch_look(seen: cute.Tensor, stream: cuda.CUstream):
+    look_kernel(seen).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def look(build):
+    return build(launch_look, (Int32, (2, 32)))
+
+
+def test_look_compiles(look):
+    assert callable(look), "for sm_90a"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_a_look_at_a_barrier_does_not_wait(look):
+    """0 before its first arrivals, 1 behind them, in every lane."""
+    seen = torch.full((2, 32), -1, dtype=torch.int32, device="cuda")
+    look(seen)
+    assert seen.cpu().tolist() == [[0] * 32, [1] * 32], "before, behind"

@@ -188,7 +188,8 @@ class BackwardSmem:
     sdO: (tile_m, head_dim_v, stage). sLSE, sDelta: (tile_m, 1, stage), fp32. sdS, sP: (tile_m, tile_n, stage), keys contiguous;
     (tile_n, tile_m, stage), queries contiguous, where P is there too. dq: pointer to tile_m * head_dim fp32 numbers.
     sdV, sdK: like sV and sK, where dV and dK leave through: the memory of sdS and sP, one behind the other if both fit.
-    chunks: (256, rows of a pair of vectors, pair), chunks of all converters. is_over: a word, 1 when no tile is left to load."""
+    chunks: (256, rows of a pair of vectors, pair), chunks of all converters. is_over: a barrier that passes when no tile is
+    left to load."""
 
     sK: cute.Tensor
     sV: cute.Tensor

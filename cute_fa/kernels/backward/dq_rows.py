@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, cute
 
 from cute_fa.core.hardware import WARPGROUP_THREADS
 from cute_fa.device import epilogue, register, semaphore, tma
+from cute_fa.device.pipeline import has_passed
 from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem, BackwardTma, dq_columns
 from cute_fa.tuning.budget import BACKWARD_WARPGROUPS, CHUNK_BYTES, CHUNK_VECTORS, CONVERTERS, DqTile
 
@@ -55,7 +56,7 @@ def convert(
             head = block // register.opaque(num_m_blocks)
             while is_over == 0 and semaphore.read(books.tiles_done(head)) < num_tiles:
                 cute.arch.inline_ptx("nanosleep.u32 4000;")
-                is_over = _is_over(smem)
+                is_over = has_passed(smem.is_over)
             cute.arch.fence_acq_rel_gpu()  # SYNC: what landed before the count
             cute.arch.fence_proxy("async")  # SYNC: is visible to TMA
         if is_over == 0:
@@ -73,7 +74,7 @@ def convert(
                 store_rows(values, sizes.scale, gmem.dq, block, chunk, warp, lane_again, tile)
             cute.arch.sync_warp()  # SYNC: all lanes have read the chunk
             num_done += 1
-            is_over = _is_over(smem)
+            is_over = has_passed(smem.is_over)
         block = converter + num_done // num_chunks(tile) * CONVERTERS * books.num_ctas
     if lane == 0:
         books.chunks_done(converter).store(num_done)
@@ -146,11 +147,3 @@ def _words(values, scale, second, dtype, tile):
     i = 2 * second
     words = [register.pack_pair(values[i, y] * scale, values[i + 1, y] * scale, dtype) for y in range(CHUNK_VECTORS)]
     return [register.transpose_8x8(word) for word in words] if tile.is_transposed else words
-
-
-def _is_over(smem) -> Int32:
-    """Whether the load warp has no tile left."""
-    flag = cute.arch.inline_ptx(
-        "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[smem.is_over.toint()]
-    )
-    return cute.arch.make_warp_uniform(flag)

@@ -2,7 +2,7 @@
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
@@ -219,9 +219,9 @@ class BackwardKernel:
                 pipes.chunks.init(1)
                 pipes.turns.init(num_adders)
                 pipes.landed.init(1, num_adders)
-                smem.is_over.store(Int32(0))
+                cute.arch.mbarrier_init(smem.is_over, 1)
         cute.arch.mbarrier_init_fence()  # SYNC: barriers before the copy engine arrives at them
-        cute.arch.sync_threads()  # SYNC: barriers and the word before anyone waits at them
+        cute.arch.sync_threads()  # SYNC: barriers before anyone waits at them
         if role == 0:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
@@ -456,7 +456,7 @@ class BackwardKernel:
         fields |= {name: cute.struct.Align[cute.struct.MemRange[Float32, count], 128] for name, count in vectors.items()}
         fields |= {f"{name}_barriers": Ring.storage(count) for name, count in stages.items()}
         fields["tiles"] = TileSlots.storage()
-        fields["is_over"] = cute.struct.MemRange[Int32, 1]
+        fields["is_over"] = cute.struct.MemRange[Int64, 1]
         storage = hopper.SmemAllocator().allocate(cute.struct(type("BackwardStorage", (), {"__annotations__": fields})))
         tensors = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in buffers.items()

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cute_fa.device import tma, view
-from cute_fa.device.pipeline import PRODUCER
+from cute_fa.device.pipeline import PRODUCER, arrive
 from cute_fa.kernels.backward import counters, tiles
 from cute_fa.kernels.backward.bundles import BackwardGmem, BackwardPipes, BackwardSizes, BackwardSmem, BackwardTma
 
@@ -20,8 +20,11 @@ def load_tiles(
     plan: cutlass.Constexpr,
 ):
     """Run by one whole warp, from the first tile to the last: blocks of queries in rising order, one query head of the group
-    after another. The next tile is asked for before the last block, so that tiles go to CTAs as these get free. Where tiles wait
-    for others, those with smaller numbers, a CTA asks for its first tile, too: then they have begun."""
+    after another.
+
+    The next tile is asked for before the last block, so that tiles go to CTAs as these get free. Where tiles wait for others,
+    those with smaller numbers, a CTA asks for its first tile, too: then they have begun.
+    """
     tile = plan.tile
     q_bytes, do_bytes = (2 * tile.tile_m * dim for dim in (tile.head_dim, tile.head_dim_v))
     k_bytes, v_bytes = (2 * tile.tile_n * dim for dim in (tile.head_dim, tile.head_dim_v))
@@ -67,4 +70,4 @@ def load_tiles(
         place = sizes.place(cute.arch.shuffle_sync(asked, 0), plan)
         tile_number += 1
         tiles.post(pipes.tiles, tile_number, lane, place)
-    smem.is_over.store(Int32(1))
+    arrive(smem.is_over, lane)
