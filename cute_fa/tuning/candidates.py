@@ -29,10 +29,10 @@ def checked_plans() -> tuple[Plan, ...]:
 
     fp16 is there for equal head dims, because it differs by instructions of the same kind. What a call needs fewer
     gradients for moves registers about: such variants are there in bf16, causal, for every pair of 64, 128 and 256, which
-    have all kinds of tiles, and in fp16 for 64, which has a schedule of its own. Plans of long sequences, and of sums in a
+    have all kinds of tiles, and in fp16 for 64, which has a schedule of its own. Plans that are not persistent, and of sums in a
     fixed order, do less or other work in the warps beside: they are there where both dims are equal.
     """
-    main = [build_backward_plan(*sizes, False, ALL_GRADIENTS, is_short=True) for sizes in _pairs_of_tiles()]
+    main = [build_backward_plan(*sizes, False, ALL_GRADIENTS, is_persistent=True) for sizes in _pairs_of_tiles()]
     checked = [plan for plan in main if plan.dtype == BFLOAT16.name or plan.tile.head_dim == plan.tile.head_dim_v]
     return *_forward_plans(), *checked, *_backward_variants(), *_plans_around(main)
 
@@ -81,7 +81,7 @@ def _tiles_without_waste(head_dim: int, head_dim_v: int, num_warpgroups: int, ti
 
 
 def _backward_variants() -> list[BackwardPlan]:
-    """Each proper subset of the gradients; and all, for long sequences, and deterministic for all."""
+    """Each proper subset of the gradients; and all, a CTA a tile, and deterministic."""
     subsets = [(False, needs, True) for needs in product((False, True), repeat=3) if 0 < sum(needs) < 3]
     others = [(False, ALL_GRADIENTS, False), (True, ALL_GRADIENTS, False), (True, ALL_GRADIENTS, True)]
     sizes = [*product((BFLOAT16.name,), VARIANT_DIMS, VARIANT_DIMS), (FLOAT16.name, 64, 64)]

@@ -20,10 +20,11 @@ from cute_fa.tuning.winners import FORWARD_WINNERS, ForwardWinner
 # TMA box is 64 columns (128 bytes, swizzled) where 64 divides the tile, else 32, so no box of the forward holds nothing.
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 
-# Up to this many keys, a CTA of the backward takes one tile after another: the shorter tiles are, the more it counts that the
-# next K and V come while dK and dV leave, and what the kernels around take.
-# PERF: 1024 tokens: +3 to +12%; 4096: -1 to +4%; 16384: -1 to -4% (H200, 2026-11-30, benchmarks/results/NOTES.md).
-MAX_PERSISTENT_SEQLEN = 8191
+# With so many keys, a CTA of the backward takes one tile after another: the shorter tiles are, the more it counts that the next
+# K and V come while dK and dV leave, and what the kernels around take; but tiles of a few steps find no head complete.
+# PERF: 128 tokens: -8%; 256: -3 to +1%; 1024: +3 to +12%; 4096: -1 to +4%; 16384: -1 to -4% (H200, 2026-11-30,
+# benchmarks/results/NOTES.md).
+PERSISTENT_SEQLENS = range(257, 8192)
 
 FORWARD_WARPGROUPS = 2  # consumers, where no winner says otherwise
 
@@ -79,8 +80,8 @@ def backward_plan(problem: AttentionProblem, needs: tuple[bool, bool, bool] = (T
     mask = problem.scores.mask
     assert mask.is_full or mask.is_causal, f"no backward kernel has the mask {mask.name}"
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-    is_short = problem.seqlen_k <= MAX_PERSISTENT_SEQLEN
-    return build_backward_plan(problem.dtype, *dims, mask.is_causal, "deterministic" in problem.features, needs, is_short)
+    is_persistent = problem.seqlen_k in PERSISTENT_SEQLENS
+    return build_backward_plan(problem.dtype, *dims, mask.is_causal, "deterministic" in problem.features, needs, is_persistent)
 
 
 def backward_plans(
@@ -98,9 +99,9 @@ def build_backward_plan(
     is_causal: bool,
     is_deterministic: bool,
     needs: tuple[bool, bool, bool],
-    is_short: bool = False,
+    is_persistent: bool = False,
 ) -> BackwardPlan:
-    """The plan of one pair of compiled tiles: the rules for blocks, schedule and arithmetic. is_short: few steps a tile."""
+    """The plan of one pair of compiled tiles: the rules for blocks, schedule and arithmetic."""
     needs_dq, needs_dk, needs_dv = needs
     # fp16 without dQ spills in blocks of 128 queries.
     tile = _backward_tile(head_dim, head_dim_v, 128 if dtype == BFLOAT16.name or needs_dq else 64)
@@ -122,7 +123,7 @@ def build_backward_plan(
         needs_dq=needs_dq,
         needs_dk=needs_dk,
         needs_dv=needs_dv,
-        is_persistent=is_short,
+        is_persistent=is_persistent,
         heads_per_section=4 if is_causal else 1,
     )
 

@@ -169,8 +169,8 @@ SUBSETS = [needs for needs in itertools.product((True, False), repeat=3) if any(
 def every_backward_plan(needs=ALL):
     flags = False, True
     for choice in itertools.product(("bfloat16", "float16"), HEAD_DIM_TILES, HEAD_DIM_TILES, flags, flags):
-        for is_short in flags:
-            yield build_backward_plan(*choice, needs, is_short)
+        for is_persistent in flags:
+            yield build_backward_plan(*choice, needs, is_persistent)
 
 
 def test_every_backward_plan_fits():
@@ -271,9 +271,9 @@ def test_landings_are_said_where_consumers_add_in_an_order():
         assert ("landed" in plan.schedule.split()) == is_said, plan.name
 
 
-def test_long_tiles_are_a_cta_each():
+def test_very_short_and_long_tiles_are_a_cta_each():
     """And have no converters, which also need idle warps, and room."""
-    for seqlen_k, is_persistent in ((1, True), (8191, True), (8192, False), (100_000, False)):
+    for seqlen_k, is_persistent in ((1, False), (256, False), (257, True), (8191, True), (8192, False), (100_000, False)):
         for features in (frozenset(), frozenset({"deterministic"})):
             sizes = 2, 300, seqlen_k, 8, 2, 64, 64
             plan = backward_plan(AttentionProblem("dense", "bfloat16", *sizes, ScoreSpec(0.1, MASKS["causal"]), features))

@@ -118,7 +118,7 @@ def test_unequal_lengths(seqlens, dtype, causal):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
 def test_more_keys_than_a_persistent_grid_takes(head_dim, deterministic, causal):
-    """A tile is a CTA then. With 8191 keys it is not, and CTAs have several."""
+    """A tile is a CTA then, as it is with less than 257 keys. With 8191 keys CTAs have several."""
     for seqlens in ((300, 8300), (130, 8191)):
         check(*tensors(*seqlens, head_dim, BF16, heads=(4, 2)), causal=causal, deterministic=deterministic)
 
@@ -383,7 +383,7 @@ def test_empty_calls(sizes, causal):
 SANITIZED = """
 import torch, cute_fa
 torch.manual_seed(0)
-for head_dim, seqlen in ((64, 200), (96, 200), (128, 300), (192, 200), (256, 200)):
+for head_dim, seqlen in ((64, 300), (96, 300), (128, 200), (128, 300), (192, 300), (256, 200), (256, 300)):
     for causal in (False, True):
         for deterministic in (False, True):
             shape = (1, seqlen, 2, head_dim)
@@ -399,6 +399,6 @@ for head_dim, seqlen in ((64, 200), (96, 200), (128, 300), (192, 200), (256, 200
 def test_compute_sanitizer(tool, sanitized):
     """One small step of each schedule, dq added in any order and in one, under NVIDIA's checker.
 
-    The lengths are for a persistent grid; the other one takes a part of its steps.
+    300 keys are for a persistent grid, 200 for a CTA a tile.
     """
     sanitized(tool, SANITIZED)
