@@ -284,6 +284,8 @@ def test_very_short_and_long_tiles_are_a_cta_each():
         assert plan.has_converters == has_converters, f"head_dim {head_dim}"
         dk_and_dv = build_backward_plan("bfloat16", head_dim, head_dim, False, False, (False, True, True), True)
         assert not dk_and_dv.has_converters, "no dQ"
+    for plan in every_backward_plan():
+        assert plan.tile.has_dq_staging or not plan.has_converters, f"{plan.name}: nobody tells that dQ is complete"
 
 
 def test_only_dq_is_summed_in_an_order():

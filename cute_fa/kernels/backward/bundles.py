@@ -150,7 +150,8 @@ class BackwardSizes:
             if plan.is_shortest_first:
                 # PERF: tiles that begin at different blocks of queries share them in L2 only if all of a section fits.
                 tile = plan.tile
-                heads = L2_BYTES // (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim) // self.seqlen_q
+                fitting = L2_BYTES // (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim) // self.seqlen_q
+                heads = cutlass.min(fitting, self.num_heads * self.batch * self.group)
             heads = cutlass.max(cutlass.max(heads // self.group, _TILES_OF_SECTION // blocks), 1)
             return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=plan.is_shortest_first)
         if plan.is_deterministic:

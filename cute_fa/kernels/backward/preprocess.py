@@ -105,9 +105,10 @@ class PreprocessKernel:
                 cute.autovec_copy(vector, registers)
         if cutlass.const_expr(self.plan.needs_dq):
             clear(accumulator[block, None], number - block * parts, parts, thread)
-        word = number * NUM_THREADS + thread
-        if word < counters.shape[0]:
-            counters[word] = Int32(0)
+        if number < cute.ceil_div(counters.shape[0], NUM_THREADS):  # else the next number might not fit into 32 bits
+            word = number * NUM_THREADS + thread
+            if word < counters.shape[0]:
+                counters[word] = Int32(0)
         products = rO.load().to(Float32) * rdO.load().to(Float32)
         delta = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.lanes_per_row)

@@ -40,3 +40,12 @@ def test_ctas_end_together(shape, bound):
         heapq.heapreplace(free, free[0] + time)
     loss = max(free) * 132 / work - 1
     assert loss < bound, f"{loss:.1%}"
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 100, 2**20])
+def test_sections_are_no_wider_than_all_heads(seqlen_q):
+    """Tiles of a section have numbers of 32 bits."""
+    plan = build_backward_plan("bfloat16", 64, 64, True, True, (True, True, True))
+    sizes = BackwardSizes(seqlen_q, 2**22, 3, 2, 4, 1.0, 1.0, 132)
+    order = sizes.order(plan, sizes.seqlen_k)
+    assert 1 <= order.heads_per_section <= 3 * 2, "key-value heads of all batches"
