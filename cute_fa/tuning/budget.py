@@ -142,7 +142,9 @@ class BackwardTile:
 
     @property
     def has_room_for_converters(self) -> bool:
-        return self.smem_bytes + CONVERTERS * CHUNK_BYTES <= MAX_SMEM_BYTES_PER_BLOCK
+        """In shared memory, and for ptxas in registers, where it finds none beside P from shared memory."""
+        has_smem = self.smem_bytes + CONVERTERS * CHUNK_BYTES <= MAX_SMEM_BYTES_PER_BLOCK
+        return has_smem and not self.has_p_in_smem
 
     @property
     def smem_bytes(self) -> int:

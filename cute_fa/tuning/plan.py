@@ -98,8 +98,7 @@ class BackwardPlan:
     def has_converters(self) -> bool:
         """Whether warps of the main kernel turn dQ into rows; in a fixed order they have other work."""
         has_idle_warps = self.is_persistent and not self.is_deterministic
-        has_count = self.needs_dq and self.tile.has_dq_staging  # by the dQ writer
-        return has_count and has_idle_warps and self.tile.has_room_for_converters
+        return self.needs_dq and has_idle_warps and self.tile.has_room_for_converters
 
     @property
     def needs_ds(self) -> bool:

@@ -286,6 +286,7 @@ def test_very_short_and_long_tiles_are_a_cta_each():
         assert not dk_and_dv.has_converters, "no dQ"
     for plan in every_backward_plan():
         assert plan.tile.has_dq_staging or not plan.has_converters, f"{plan.name}: nobody tells that dQ is complete"
+        assert not (plan.tile.has_p_in_smem and plan.has_converters), f"{plan.name}: would spill"
 
 
 def test_only_dq_is_summed_in_an_order():
