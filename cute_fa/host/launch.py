@@ -93,7 +93,8 @@ def backward(inputs, results, gradients, softmax_scale: float, mask: tuple, is_d
     inputs: q, k, v. results: out, lse, what `forward` gave for them. gradients: dout, like out with any strides, and dlse,
     like lse with any strides, or None. needs: three bools, at least one is True; where one is False the gradient is None.
     Takes workspace: an fp32 accumulator of dq where that is needed, padded to blocks of queries and to the compiled head_dim;
-    two fp32 numbers a query; and one or two int32 a block of queries. The caller's device need not be current.
+    two fp32 numbers a query; and int32 counters, one a query head, two an SM and, where the order is fixed, one a block of
+    queries. The caller's device need not be current.
     """
     q = inputs[0]
     tensors = *inputs, results[0], gradients[0]

@@ -21,7 +21,7 @@ from cute_fa.tuning.winners import FORWARD_WINNERS, ForwardWinner
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 
 # With so many keys, a CTA of the backward takes one tile after another: the shorter tiles are, the more it counts that the next
-# K and V come while dK and dV leave, and what the kernels around take; but tiles of a few steps find no head complete.
+# K and V come while dK and dV leave, and what the kernels around take. Why that turns round with 256 keys was not looked for.
 # PERF: 128 tokens: -8%; 256: -3 to +1%; 1024: +3 to +12%; 4096: -1 to +4%; 16384: -1 to -4% (H200, 2026-11-30,
 # benchmarks/results/NOTES.md).
 PERSISTENT_SEQLENS = range(257, 8192)

@@ -90,6 +90,11 @@ class BackwardPlan:
         return 1 + num_heads + CONVERTERS * num_ctas + self.is_deterministic * num_blocks
 
     @property
+    def has_dq_writer(self) -> bool:
+        """Whether a warp adds dQ; else, if it is needed, consumers do."""
+        return self.needs_dq and self.tile.has_dq_staging
+
+    @property
     def is_shortest_first(self) -> bool:
         """Whether the tiles of a section come from the last keys, which the fewest queries see, to the first ones."""
         return self.is_causal and self.is_deterministic
@@ -119,7 +124,7 @@ class BackwardPlan:
     def required_opcodes(self) -> tuple[str, ...]:
         opcodes = ["HGMMA", "UTMALDG", "USETMAXREG"]
         opcodes += ["UTMASTG", "STSM"] * (self.needs_dk or self.needs_dv)
-        opcodes += ["UBLKRED" if self.tile.has_dq_staging else "REDG"] * self.needs_dq
+        opcodes += ["UBLKRED" if self.has_dq_writer else "REDG"] * self.needs_dq
         return tuple(opcodes)
 
 

@@ -23,7 +23,7 @@ TURN_STAGES = 2
 _TILES_SIDE_BY_SIDE = 128  # about as many as there are SMs
 # At least so many tiles are in a section, for CTAs to end together.
 # PERF: 8 key-value heads of 4 query heads, 8192 tokens: two heads in a section instead of one, 128 tiles instead of 64, take
-# 16% less time (H200, 2026-11-30, benchmarks/results/NOTES.md). A list schedule predicts 18%, and 1% more for 256 tiles.
+# 17% less time (H200, 2026-11-30, benchmarks/results/NOTES.md). A list schedule predicts 18%, and 1% more for 256 tiles.
 _TILES_OF_SECTION = 256
 
 
@@ -142,20 +142,23 @@ class BackwardSizes:
         return (batch_idx * self.num_heads * self.group + head) * cute.ceil_div(self.seqlen_q, plan.tile.tile_m)
 
     def order(self, plan: BackwardPlan, seqlen_k):
-        """Of tiles. A head's n blocks come in rising order, or in falling order if is_shortest_first."""
+        """Of tiles. A head's n blocks come in rising order, or in falling order if is_shortest_first.
+
+        seqlen_k: that of the launch, or an opaque copy of it where registers are few."""
         blocks = cute.ceil_div(seqlen_k, plan.tile.tile_n)
         if plan.is_causal:
             # A section is counted in query heads, because their Q, dO and dQ are what its CTAs share in L2.
             heads = plan.heads_per_section
             if plan.is_shortest_first:
-                # PERF: tiles that begin at different blocks of queries share them in L2 only if all of a section fits.
+                # PERF: tiles that begin at different blocks of queries share them in L2 only if all of a section fits: 8 heads
+                # of 128 and 16384 tokens take 23% longer than 4 (H200, 2026-11-30, benchmarks/results/NOTES.md).
                 tile = plan.tile
                 fitting = L2_BYTES // (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim) // self.seqlen_q
                 heads = cutlass.min(fitting, self.num_heads * self.batch * self.group)
             heads = cutlass.max(cutlass.max(heads // self.group, _TILES_OF_SECTION // blocks), 1)
             return LongestFirst(blocks, self.num_heads, self.batch, heads, is_last_longest=plan.is_shortest_first)
         if plan.is_deterministic:
-            # PERF: a tile is one step behind that of the keys before. With as many heads side by side as run together, the
+            # A tile is one step behind that of the keys before. With as many heads side by side as run together, the
             # tiles that follow find each other one step apart, and only the first ones have to wait.
             return LongestFirst(blocks, self.num_heads, self.batch, cutlass.max(_TILES_SIDE_BY_SIDE // blocks, 1), False)
         return HeadAfterHead(blocks, self.num_heads)
@@ -164,8 +167,8 @@ class BackwardSizes:
         """How many tiles add to a block of queries before that of n_block, where the order is fixed: that of `order`."""
         if not plan.is_shortest_first:
             return n_block
-        # PERF: CTAs that begin together at their diagonal blocks come to a block of queries one after the other, the last
-        # block of keys first, so nobody waits.
+        # CTAs that begin together at their diagonal blocks come to a block of queries one after the other, the last block of
+        # keys first, so nobody waits.
         tile = plan.tile
         end = cute.ceil_div((m_block + 1) * tile.tile_m + self.seqlen_k - self.seqlen_q, tile.tile_n)
         return cutlass.min(end, cute.ceil_div(self.seqlen_k, tile.tile_n)) - 1 - n_block

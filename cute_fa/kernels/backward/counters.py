@@ -1,7 +1,7 @@
 """Counters: what CTAs of the main backward kernel tell each other, and the kernel behind, through global memory.
 
-A grid of as many CTAs as there are SMs takes tiles by their numbers. A tile is counted at each of its query heads when its
-part of dQ has landed; a head that all its tiles are counted at is complete, and its dQ can be turned into rows.
+In persistent and in deterministic plans CTAs ask for the numbers of their tiles. For converters, a tile is counted at each of
+its query heads when its part of dQ has landed; a head that all its tiles are counted at is complete.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Counters:
     counted through the batches, how many tiles are done; of every converter how many chunks it has turned into rows;
     and, in deterministic plans, of every block of queries how many warpgroups have added to it.
 
-    num_heads: of all batches. num_ctas: of the grid.
+    num_heads: of all batches. num_ctas: of a persistent grid; it also tells where words lie in other plans.
     """
 
     words: cute.Tensor

@@ -85,8 +85,7 @@ class BackwardKernel:
     @property
     def has_dk_in_dq(self) -> bool:
         """Whether the consumers take the staging buffer of dQ from the dQ writer for dK, and give it back."""
-        tile = self.plan.tile
-        return self.plan.needs_dq and self.plan.needs_dk and tile.has_dq_staging and not tile.has_room_for_both
+        return self.plan.has_dq_writer and self.plan.needs_dk and not self.plan.tile.has_room_for_both
 
     def fake_arguments(self):
         """Arguments of `__call__` for the compiler: dtypes, ranks, and the alignment that TMA needs, checked at each call."""
@@ -213,9 +212,8 @@ class BackwardKernel:
                 num_consumer_warps = WARPS_PER_WARPGROUP * BACKWARD_WARPGROUPS
                 for ring in (pipes.q, pipes.do, pipes.k, pipes.v):
                     ring.init(num_consumer_warps)
-                has_writer = plan.needs_dq and plan.tile.has_dq_staging
-                num_adders = 1 if has_writer else num_consumer_warps
-                pipes.tiles.ring.init(num_consumer_warps + has_writer + 2 * plan.is_deterministic)
+                num_adders = 1 if plan.has_dq_writer else num_consumer_warps
+                pipes.tiles.ring.init(num_consumer_warps + plan.has_dq_writer + 2 * plan.is_deterministic)
                 pipes.chunks.init(1)
                 pipes.turns.init(num_adders)
                 pipes.landed.init(1, num_adders)
@@ -226,7 +224,7 @@ class BackwardKernel:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp_idx == 0:
                 load_tiles(atoms, gmem, smem, pipes, sizes, lane, plan)
-            if cutlass.const_expr(plan.needs_dq and plan.tile.has_dq_staging):
+            if cutlass.const_expr(plan.has_dq_writer):
                 if warp_idx == 1:
                     write_dq(gmem, smem, pipes, sizes, lane, plan)
             if cutlass.const_expr(plan.has_converters):
@@ -295,10 +293,8 @@ class BackwardKernel:
 
     @cute.jit
     def _store(self, atoms, w, place, is_first_warp):
-        """dV and dK leave through buffers that nobody needs between two tiles; the stores are left in flight.
-
-        PERF: not through those of K and V, which the next ones fill meanwhile.
-        """
+        """dV and dK leave through buffers that nobody needs between two tiles, and not through those of K and V, which the next
+        ones fill meanwhile; the stores are left in flight."""
         plan, tile, smem, gmem = self.plan, self.plan.tile, w.smem, w.gmem
         thread = register.opaque(w.thread)
         has_room = tile.has_room_for_both or tile.has_dq_staging
